@@ -1,11 +1,15 @@
-"""Charts of measured kernels, as SVG text: a roofline, and a heat map of shares."""
+"""Charts of measurements, as SVG text: a roofline, a heat map of shares, and bars."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
 from hotrow.draw import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, grid, svg
+
+MAX_LABEL = 60
+"""Characters of a bar's label."""
 
 
 def roofline(
@@ -71,3 +75,33 @@ def heat_map(values: Mapping[tuple[str, str], float | None], *, x_label: str, y_
             at = f'x="{left + side * (i + 0.5) - 1}" y="{y + 4}" text-anchor="middle"'
             body.append(f"<text {at}{ink}>{value:.0%}</text>")
     return svg(body, width=width, height=height, label=label)
+
+
+def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
+    """Returns positive values as bars on a logarithmic axis, in the given order; nothing without values."""
+    shown = {name: value for name, value in values.items() if value > 0}
+    if not shown:
+        return ""
+    bottom = HEIGHT - 120
+    names = {name: name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "\u2026" for name in shown}
+    longest = max(map(len, names.values()))
+    # Slanted labels that are longer would leave the picture at the left.
+    angle, sine, down = (-45, 0.71, 12) if longest <= 16 else (-90, 1.0, 8)
+    room = max(80, down + round(7 * longest * sine))
+    low = 10.0 ** math.floor(math.log10(min(shown.values())) - 1e-9)  # so that the least bar is seen
+    y_axis = Axis.powers([low, *shown.values()], bottom, TOP)
+    body = grid(Axis(0, 1, LEFT, WIDTH - RIGHT, {}), y_axis, "", y_label)
+    step = (WIDTH - LEFT - RIGHT) / len(shown)
+    every = math.ceil(14 / step)  # skips labels that would overlap
+    for i, (name, value) in enumerate(shown.items()):
+        x, y = LEFT + step * i, y_axis(value)
+        body.append(
+            f'<rect x="{x + step * 0.1:.1f}" y="{y:.1f}" width="{step * 0.8:.1f}" '
+            f'height="{bottom - y:.1f}" fill="{COLOURS[0]}"><title>{escape(name)}: {value:.3g}</title></rect>'
+        )
+        if i % every == 0:
+            across = x + step / 2 + (4 if angle == -90 else 0)  # half of the text's height
+            at = f'x="{across:.1f}" y="{bottom + down}"'
+            turned = f'transform="rotate({angle} {across:.1f} {bottom + down})"'
+            body.append(f'<text {at} text-anchor="end" {turned}>{escape(names[name])}</text>')
+    return svg(body, height=bottom + room, label=label)

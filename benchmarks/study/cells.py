@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks import mpi_start
+from benchmarks.plots import bar_chart
 from benchmarks.rounds import how_clean
 from benchmarks.study.group import GroupError, MemoryGroup, enter_and
 from benchmarks.study.rows import prepared
@@ -39,7 +40,7 @@ from hotrow.base.files import write_json
 from hotrow.base.waiting import wait_passively
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.draw import bar_chart, line_chart
+from hotrow.draw import line_chart
 from hotrow.kernels.types import NUM_STATES
 from hotrow.tables import BYTES_PER_WEIGHT, TableConfig
 

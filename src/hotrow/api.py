@@ -9,7 +9,6 @@ The functions here put preparation, training and scoring together; how those wor
 from __future__ import annotations
 
 import functools
-import html
 import json
 import re
 import reprlib
@@ -343,12 +342,11 @@ class Run:
                     num_rows += len(scores)
         return num_rows
 
-    def evaluate_rows(self, data: Any, *, strict: bool = False, groups_of: Run | None = None) -> dict[str, Any]:
+    def evaluate_rows(self, data: Any, *, strict: bool = False) -> dict[str, Any]:
         """Returns the metrics of the run's model on raw rows with labels, which are read as they were for training.
 
-        data, strict: as for `predict`; times are not read. groups_of: the run that knows the values of `metrics.by`, so
-        that `gauc` of several runs is over the same groups; if None, this one. `seen` counts what the rows hold, and
-        warnings name what stands out. Raises ValueError naming the file, row and column that is wrong.
+        data, strict: as for `predict`; times are not read. `seen` counts what the rows hold, and warnings name what
+        stands out. Raises ValueError naming the file, row and column that is wrong.
         """
         if self._network.model.retrieves:
             raise ValueError(
@@ -356,14 +354,10 @@ class Run:
                 "the training rows, and pass --data FOLDER"
             )
         metrics, by = (objective := self._network.objective).metrics(), objective.by
-        known = (groups_of or self).folder.encoder
-        groups = None if by is None else Groups(PackedDataset.open(known).info, by)
+        groups = None if by is None else Groups(PackedDataset.open(self.folder.encoder).info, by)
         with _readable(data, strict=strict) as rows:
-            others = None
-            if groups is not None and known != self.folder.encoder:
-                others = Encoder.load(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
             for outputs_B, batch in self._outputs(rows, labels="alone", strict=strict):
-                by_B = None if groups is None else groups.of(batch if others is None else next(others))
+                by_B = None if groups is None else groups.of(batch)
                 metrics.update(outputs_B, batch.label, batch.weight, by_B)
         if not metrics.num_rows:
             shown = str(data) if is_paths(data) else "the frame"
@@ -472,18 +466,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.record.status})"
-
-    def _repr_html_(self) -> str:
-        figures = {"status": self.record.status, "path": self.path, **self.metrics}
-        figures.pop("columns", None)
-        how_far = {name: getattr(self.record, name) for name in ("steps", "epochs", "samples_per_s")}
-        figures |= {name: value for name, value in how_far.items() if value is not None}
-        rows = "".join(
-            f"<tr><th>{html.escape(str(name))}</th>"
-            f"<td>{html.escape(f'{value:.4f}' if isinstance(value, float) else str(value))}</td></tr>"
-            for name, value in figures.items()
-        )
-        return f"<table>{rows}</table>"
 
 
 def _flat_numbers(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,6 @@ FEW = 12
 """Lines with at most this many points also get a dot at each point."""
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 20, 50
 MAX_TICKS = 6
-MAX_LABEL = 60
-"""Characters of a bar's label."""
 Scale = Literal["linear", "log"]
 Point = tuple[float, float]
 
@@ -262,47 +260,16 @@ def _cut(name: str, most: int) -> str:
     return name if len(name) <= most else name[: most - 1] + "\u2026"
 
 
-def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
-    """Returns positive values as bars on a logarithmic axis, in the given order; nothing without values."""
-    shown = {name: value for name, value in values.items() if value > 0}
-    if not shown:
-        return ""
-    bottom = HEIGHT - 120
-    names = {name: _cut(name, MAX_LABEL) for name in shown}
-    longest = max(map(len, names.values()))
-    # Slanted labels that are longer would leave the picture at the left.
-    angle, sine, down = (-45, 0.71, 12) if longest <= 16 else (-90, 1.0, 8)
-    room = max(80, down + round(7 * longest * sine))
-    low = 10.0 ** math.floor(math.log10(min(shown.values())) - 1e-9)  # so that the least bar is seen
-    y_axis = Axis.powers([low, *shown.values()], bottom, TOP)
-    body = grid(Axis(0, 1, LEFT, WIDTH - RIGHT, {}), y_axis, "", y_label)
-    step = (WIDTH - LEFT - RIGHT) / len(shown)
-    every = math.ceil(14 / step)  # skips labels that would overlap
-    for i, (name, value) in enumerate(shown.items()):
-        x, y = LEFT + step * i, y_axis(value)
-        body.append(
-            f'<rect x="{x + step * 0.1:.1f}" y="{y:.1f}" width="{step * 0.8:.1f}" '
-            f'height="{bottom - y:.1f}" fill="{COLOURS[0]}"><title>{escape(name)}: {value:.3g}</title></rect>'
-        )
-        if i % every == 0:
-            across = x + step / 2 + (4 if angle == -90 else 0)  # half of the text's height
-            at = f'x="{across:.1f}" y="{bottom + down}"'
-            turned = f'transform="rotate({angle} {across:.1f} {bottom + down})"'
-            body.append(f'<text {at} text-anchor="end" {turned}>{escape(names[name])}</text>')
-    return svg(body, height=bottom + room, label=label)
-
-
 def stacked_bars(
     bars: Mapping[str, Mapping[str, float]],
     *,
     form: Callable[[float], str],
-    whole: bool = False,
     width: int = WIDTH,
     label: str,
 ) -> str:
     """Returns horizontal bars made of parts, by bar and part; nothing if all are zero.
 
-    form: formats a part's value. whole: every bar has the same length, and its parts are shares of it.
+    form: formats a part's value.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = {name: sum(bar.values()) for name, bar in bars.items()}
@@ -318,14 +285,14 @@ def stacked_bars(
         for part, value in bar.items():
             if not value:
                 continue
-            long = area * value / ((total if whole else longest) or 1.0)
+            long = area * value / longest
             share = f", {value / total:.1%}"
             body.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{long:.2f}" height="18" fill="{COLOURS[parts.index(part) % 6]}">'
                 f"<title>{escape(name)}, {escape(part)}: {form(value)}{share}</title></rect>"
             )
             x += long
-        body.append(f'<text x="{(left + area if whole else x) + 8:.1f}" y="{y + 13}">{form(total)}</text>')
+        body.append(f'<text x="{x + 8:.1f}" y="{y + 13}">{form(total)}</text>')
     top = 8 + high * len(bars)
     per_row = 4 if width >= WIDTH else 3
     body += _names(parts, width=width, top=top + 4, per_row=per_row, block=True)

@@ -433,8 +433,7 @@ class Waiting:
 
 
 def _beyond_float16(table: Rows, weights: Tensor) -> tuple[int, float] | None:
-    """Returns the first row of a float16 table that would get an infinite weight, and the weight; if None, there is
-    none."""
+    """The first row of a float16 table that would get an infinite weight, and the weight; None if none would."""
     if table.dtype != torch.float16:
         return None
     for rows in table.pieces():

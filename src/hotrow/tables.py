@@ -65,8 +65,7 @@ class Uniform:
     bound: Amount | None = None
     """Half the width of the interval; None means sqrt(1 / num_embeddings), as in the reference DLRM. 0 means zeros."""
     zero_rows: Count = 0
-    """Number of leading rows that start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen
-    ids."""
+    """Leading rows that start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
     births: Births = WHOLE
     """Which rows of a whole table these are, if this table is a part of it: see `TableConfig.part`."""
     column: Count = 0

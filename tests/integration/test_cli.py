@@ -172,7 +172,7 @@ def test_inspect_writes_its_report(work: Path, command: Any) -> None:
     command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
     options = ["--batch-size", "100", "--dim", "32", "--split", "val"]
     looked = command("inspect", "packed", *options, "--out", "report", "--json")
-    assert [Path(file).name for file in looked["files"]] == ["hotness.json", "hotness.csv", "hotness.html"]
+    assert [Path(file).name for file in looked["files"]] == ["hotness.json", "hotness.html"]
     assert looked["demand"]["gross_bytes"] == 100 * 26 * 32 * 4
     assert (looked["split"], looked["samples"], looked["batch_size"]) == ("val", looked["rows"]["val"], 100)
     assert len(looked["tables"]) == 26 and looked["tables"][0]["num_dropped"] == 0

@@ -261,7 +261,7 @@ def test_criteo_is_recognised_by_a_row_with_missing_texts(missing: str, tmp_path
     assert recognise(tmp_path / "y.txt") is None
 
 
-@pytest.mark.parametrize("source", ["taobao", "movielens", "avazu"])
+@pytest.mark.parametrize("source", ["taobao", "avazu"])
 def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     rng = np.random.default_rng(0)
     n, path = 400, tmp_path / "logs.csv"
@@ -269,8 +269,6 @@ def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     if source == "taobao":
         kinds = rng.choice(["pv", "cart", "buy"], n, p=[0.8, 0.1, 0.1])
         lines = [f"{u},{i},{i % 9},{k},{t}" for u, i, k, t in zip(users, items, kinds, times, strict=True)]
-    elif source == "movielens":
-        lines = [f"{u}::{i}::{r}::{t}" for u, i, r, t in zip(users, items, rng.integers(1, 6, n), times, strict=True)]
     else:
         hours = [14102100 + 100 * day + hour for day in range(10) for hour in range(24)]
         lines = [",".join(AVAZU_COLUMNS)]

@@ -132,17 +132,6 @@ def test_every_way_to_a_score_gives_the_same(run: hotrow.Run, tmp_path: Path) ->
     assert judged["logloss"] == pytest.approx(log_loss(new["click"].to_numpy(), scores.astype(np.float64)), rel=1e-5)
 
 
-def test_a_mean_of_weights_is_what_is_calibrated(tmp_path: Path) -> None:
-    """The scores that were judged are those of the mean, and so are those that predictions and exports give."""
-    new, run = clicks(400, seed=7), fit(clicks(2000), tmp_path / "run", "platt", ema=0.9)
-    assert run.evaluate("test") == (run.record.metrics or {})["test"]
-    assert run.evaluate("val")["calibration"] == pytest.approx(1, abs=0.05)
-    run.export(tmp_path / "out")
-    scorer = load_module(tmp_path / "out" / "score.py").Scorer(tmp_path / "out")
-    exported = scorer.score({name: new[name].to_pylist() for name in scorer.columns}).numpy()
-    np.testing.assert_allclose(exported, run.predict(new), rtol=0, atol=1e-5)
-
-
 @pytest.mark.slow_but("platt")
 def test_other_weights_are_not_calibrated(run: hotrow.Run, tmp_path: Path) -> None:
     found = run.record.calibration

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-import hotrow
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.loader import Loader
@@ -102,39 +100,6 @@ def test_a_norm_that_overflows_changes_nothing(dataset: PackedDataset, tmp_path:
     with pytest.raises(NonFiniteError, match="norm of the gradients"):
         train_step(parts, batch, 0, StepClock())
     assert all(map(torch.equal, before, steps(parts, dataset, 0)))
-
-
-@pytest.mark.parametrize("decay", [0.5, 0.9999])
-def test_the_mean_of_dense_weights(dataset: PackedDataset, tmp_path: Path, decay: float) -> None:
-    """Against the formula in float64, over the weights after each step."""
-    parts = parts_of(dataset, tmp_path, f"train.ema={decay}", "optimizer.dense={name: adam, lr: 0.01}")
-    assert parts.mean is not None
-    expected = [own.detach().double() for own in parts.model.parameters()]
-    for step, batch in batches(dataset):
-        train_step(parts, batch, step, StepClock())
-        d = min(decay, (1 + step) / (10 + step))
-        expected = [
-            d * mean + (1 - d) * own.detach() for mean, own in zip(expected, parts.model.parameters(), strict=True)
-        ]
-    for mean, own, truth in zip(parts.scoring.parameters(), parts.model.parameters(), expected, strict=True):
-        torch.testing.assert_close(mean.double(), truth, rtol=1e-5, atol=1e-6)
-        assert not torch.equal(mean, own) and not mean.requires_grad
-
-
-def test_a_run_scores_by_the_mean_and_trains_on_without_it(dataset: PackedDataset, tmp_path: Path) -> None:
-    found = {}
-    for decay in ("null", "0.99"):
-        raw = {**BASE, "data": str(dataset.path), "run": str(tmp_path / decay)}
-        changes = f"train.ema={decay}", "optimizer.dense.lr=0.5"
-        found[decay] = runs.train(make_config(apply_overrides(raw, changes)))
-    plain, averaged = (
-        load_file(newest(run) / f"{part}.safetensors")
-        for run, part in zip(found.values(), ("model", "trained"), strict=True)
-    )
-    assert all(torch.equal(plain[name], averaged[name]) for name in plain)
-    judged = hotrow.load(found["0.99"].path).evaluate("test")
-    assert found["0.99"].record.metrics is not None and found["null"].record.metrics is not None
-    assert judged == found["0.99"].record.metrics["test"] != found["null"].record.metrics["test"]
 
 
 def newest(run: RunFolder) -> Path:

@@ -106,7 +106,6 @@ def tell(run: Path) -> None:
     with closing(hotrow.load(run)) as loaded:
         loaded.summary()
         loaded.closing_lines("rows", loaded.next_commands())
-        loaded._repr_html_()
         loaded.evaluate("val")
     if loaded.record.status == "finished":
         runs.resume(run, quiet=True)

@@ -105,10 +105,9 @@ def of_part(tensors: dict[str, bytes], part: str) -> dict[str, bytes]:
         ["train.precision=fp16"],
         ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
         ["train.early_stopping=1", "train.eval_every=3", "optimizer.dense.lr=1.5"],
-        ["train.ema=0.9", "optimizer.dense.lr=1"],
         TIERS,
     ],
-    ids=["row-wise adagrad", "adam", "float16", "split", "early stopping", "mean", "tiers"],
+    ids=["row-wise adagrad", "adam", "float16", "split", "early stopping", "tiers"],
 )
 def test_it_begins_with_the_other_runs_predictions(
     trained: Trained, other: Path, tmp_path: Path, changes: list[str]

@@ -83,7 +83,6 @@ VALUES: dict[str, list[Any]] = {
     "train.dense_dtype": ["fp32", "tf32", "bf16"],
     "train.pos_weight": [1, 3, 0],
     "train.clip_norm": [None, 1, 0],
-    "train.ema": [None, 0.99, 1],
     "train.freeze": [[], ["dense"], ["tables"], ["large"], ["dense", "tables"], ["none"]],
     "train.nonfinite": ["raise", "skip"],
     "train.log_every": [1, 50, 0],

@@ -43,7 +43,6 @@ VARIANTS = {
     "adam, row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
     "adamw": ["optimizer.dense.name=adamw", "optimizer.sparse.name=ftrl"],
     "clipped": ["train.clip_norm=0.05"],
-    "mean, early stopping": ["train.ema=0.9", "train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "early stopping": ["train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "stored order": ["train.shuffle=false"],
     "float16 tables": ["train.precision=fp16"],

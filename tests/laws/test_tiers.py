@@ -317,38 +317,6 @@ def test_thousands_of_random_schedules(folder: Path, first: int) -> None:
             raise
 
 
-@pytest.mark.parametrize("pinned", [0, 40])
-def test_a_list_of_pins(folder: Path, pinned: int) -> None:
-    """Beside a prefix or alone; its rows are never brought again."""
-    pins = {"t": [399, 30, 200, 30], "u": np.arange(500, 700, 2), "v": torch.tensor([4])}
-
-    def plan(demands: Any, budget_bytes: int) -> list[tuple[int, int]]:
-        assert [demand.listed for demand in demands] == [3, 100, 1]
-        return [(pinned, 200), (pinned, 220), (5, 0)]
-
-    sides = make_sides(folder, optimizer="adam", slots=350, plan=plan, pins=pins)
-    drive(sides, seed=1, depth=4, num_batches=60)
-    check(*sides)
-    tiers = sides[1].emb.placement
-    assert tiers is not None
-    before = tiers.counters()
-    assert before["u"]["evicted_rows"] > 100, "the schedule did not exercise the cache"
-    ids = torch.cat([torch.as_tensor(np.asarray(each)) for each in pins.values()])
-    lengths = torch.zeros((3, 100), dtype=torch.int64)
-    for feature, each in enumerate(pins.values()):
-        lengths[feature, : len(each)] = 1
-    batch = KeyedJaggedTensor(("a", "b", "c"), ids, lengths=lengths.flatten())
-    tiers.announce(batch)
-    tiers.forget(batch)
-    after = tiers.counters()
-    for name in pins:
-        assert [after[name][key] for key in ("read_rows", "created_rows", "overflow_rows")] == [
-            before[name][key] for key in ("read_rows", "created_rows", "overflow_rows")
-        ]
-        hits = [counts[name]["hit_lookups"] + counts[name]["pinned_lookups"] for counts in (before, after)]
-        assert hits[1] - hits[0] == len(pins[name])
-
-
 def test_evaluation_leaves_the_cache_as_it_is(folder: Path) -> None:
     """Two runs of the same steps, one evaluated in between: the same rows leave, come and are written."""
     sides = [make_sides(folder, slots=110)[1] for _ in range(2)]

@@ -50,7 +50,7 @@ PHASES = ["hot.schedule=fae", "hot.rows=covering", "hot.budget=56520", "hot.smal
 """About half of the rows are hot, and two of three samples."""
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
-    "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1", "train.ema=0.9"],
+    "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
     "adamw, weighted loss": [
         "optimizer.dense.name=adamw",
         "optimizer.schedule={warmup_steps: 5, decay_steps: 20}",

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.csv
 import pytest
-import sklearn.metrics
-from test_from_run import ids_of
 
 import hotrow
 import mutate
@@ -71,9 +68,9 @@ def go(logs: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def chain(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chain that was never stopped; all of its days are kept, and a day's delay is scored."""
+    """A chain that was never stopped; all of its days are kept."""
     out = tmp_path_factory.mktemp("walk") / "chain"
-    assert go(logs, out, keep=9, delay=True)["new"] == list(NAMES)
+    assert go(logs, out, keep=9)["new"] == list(NAMES)
     return out
 
 
@@ -187,7 +184,7 @@ def test_days_that_are_done_are_skipped(logs: Path, chain: Path, monkeypatch: py
     before = file_hashes(chain / "model") | file_hashes(chain / "runs") | file_hashes(chain / "data")
     for name in ("run_prepare", "train", "apply_delta"):
         monkeypatch.setattr(walk, name, None)
-    found = go(logs, chain, keep=9, delay=True)
+    found = go(logs, chain, keep=9)
     assert (found["days"], found["new"], found["newest"]["name"]) == (3, [], "day_10")
     assert file_hashes(chain / "model") | file_hashes(chain / "runs") | file_hashes(chain / "data") == before
 
@@ -206,50 +203,6 @@ def test_a_days_figures_are_those_of_the_commands(logs: Path, chain: Path) -> No
         assert [part["begins_s"] for part in day["parts"]] == sorted({second // 3600 * 3600 for second in times})
         assert 0 < day["unknown"] < 1 and day["new_rows"] > 0
         assert day["table_rows"] == before["table_rows"] + day["new_rows"]
-    assert days[1]["late"] is None
-    late = {"fresh": "day_2", "late": "day_1", "frozen": "day_1"}
-    assert days[2]["late"] == scored(chain, logs / "day_10", late)
-
-
-def scored(chain: Path, day: Path, models: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The metrics of days' models on the raw rows of a day."""
-    return {what: hotrow.load(chain / "runs" / name).evaluate_rows(str(day)) for what, name in models.items()}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_model_of_the_first_day_is_kept_to_score_all_days(begun: tuple[Path, Path]) -> None:
-    logs, out = begun
-    write_day(logs / "day_11" / "part.csv", 4)
-    late = scored(out, logs / "day_11", {"fresh": "day_10", "late": "day_2", "frozen": "day_1"})
-    assert go(logs, out, delay=True)["newest"]["late"] == late
-    assert late["frozen"] != late["late"] != late["fresh"]
-    left = {kind: {path.name for path in (out / kind).iterdir()} for kind in ("data", "runs")}
-    assert left == {"data": {"day_10", "day_11"}, "runs": {"day_1", "day_10", "day_11"}}
-    assert "frozen" in (out / "report.html").read_text()
-    write_day(logs / "day_12" / "part.csv", 5)
-    go(logs, out)
-    assert {path.name for path in (out / "runs").iterdir()} == {"day_11", "day_12"}, "without --delay it goes"
-    write_day(logs / "day_13" / "part.csv", 6)
-    assert go(logs, out, delay=True)["newest"]["late"].keys() == {"fresh", "late"}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_older_models_are_judged_by_the_groups_of_the_newest(logs: Path, tmp_path: Path) -> None:
-    """Against scikit-learn over users that the newest model knows; older ones do not know all of them."""
-    out = tmp_path / "chain"
-    found = go(logs, out, keep=9, delay=True, overrides=["metrics.by=user"])["newest"]["late"]
-    rows = pyarrow.csv.read_csv(logs / "day_10" / "part.csv")
-    knows = {key.decode() for key in ids_of(PackedDataset.open(out / "data" / "day_2"), "user")}
-    click, user = rows["click"].to_numpy(), np.array(rows["user"].to_pylist())
-    of_users = {name: np.flatnonzero(user == name) for name in {*user.tolist()} & knows}
-    judged = [at for at in of_users.values() if len({*click[at].tolist()}) == 2]
-    assert 0 < len(of_users) < len({*user.tolist()})
-    for what, name in (("fresh", "day_2"), ("late", "day_1"), ("frozen", "day_1")):
-        score = hotrow.load(out / "runs" / name).predict(rows)
-        areas = [sklearn.metrics.roc_auc_score(click[at], score[at]) for at in judged]
-        assert found[what]["gauc_groups"] == len(judged), what
-        wanted = np.average(areas, weights=[*map(len, judged)])
-        assert found[what]["gauc"] == pytest.approx(wanted, abs=1e-6), what
 
 
 def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> None:
@@ -278,9 +231,6 @@ def test_options_of_later_days_are_checked_by_the_model_of_the_chain(tmp_path: P
         write_day(logs / f"day_{day}" / "part.csv", day, 200)
     walk_days(logs, out, recipe=recipe, **TOLD)
     write_day(logs / "day_3" / "part.csv", 3, 200)
-    with pytest.raises(ValueError, match=r"--delay scores raw rows, which .* sampled_softmax cannot"):
-        walk_days(logs, out, delay=True)
-    assert not (out / "data" / "day_3").exists()
     with pytest.raises(ValueError, match=r"ftrl has no such option"):
         walk_days(logs, out, overrides=["optimizer.sparse.initial_accumulator_value=0.1"])
     assert walk_days(logs, out, overrides=["optimizer.sparse.l1=0.001"])["new"] == ["day_3"]
@@ -488,17 +438,6 @@ def test_a_day_whose_rows_were_wrong_may_be_mended(begun: tuple[Path, Path]) -> 
     assert go(logs, out, keep=9)["new"] == ["day_11"]
 
 
-def test_a_day_with_a_bad_row_is_not_scored_by_days_before(
-    begun: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    logs, out = begun
-    write_day(logs / "day_11" / "part.csv", 4)
-    edit(logs / "day_11" / "part.csv", "\n0,", "\nno,")
-    found = go(logs, out, keep=9, delay=True, skip_bad_rows=1)
-    assert (found["new"], found["newest"]["late"]) == (["day_11"], None)
-    assert "day_11 is not scored by models of days before, because every row" in capsys.readouterr().err
-
-
 def test_a_file_that_comes_while_a_day_is_prepared_is_refused(
     begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,7 +495,7 @@ def test_no_day_comes_before_the_first_one_that_was_exported(
     shutil.copytree(logs / "day_2", tmp_path / "logs" / "day_2")
     given: dict[str, Any] = {"recipe": logs.parent / "recipe.yaml", **TOLD}
 
-    with interrupted_at(monkeypatch, "_late"):
+    with interrupted_at(monkeypatch, "_figures"):
         walk_days(tmp_path / "logs", tmp_path / "chain", **given)
     shutil.copytree(logs / "day_1", tmp_path / "logs" / "day_1")
     with pytest.raises(ValueError, match=r"day_1 comes before day_2, which is done"):
@@ -570,7 +509,7 @@ def test_no_day_comes_before_one_that_was_sent(begun: tuple[Path, Path], monkeyp
     logs, out = begun
     write_day(logs / "day_11" / "part.csv", 4)
 
-    with interrupted_at(monkeypatch, "_late"):
+    with interrupted_at(monkeypatch, "_figures"):
         go(logs, out, keep=9)
     write_day(logs / "day_10b" / "part.csv", 5)
     with pytest.raises(ValueError, match=r"day_10b comes before day_11, which is done"):
@@ -583,15 +522,10 @@ def test_no_day_comes_before_one_that_was_sent(begun: tuple[Path, Path], monkeyp
     ("options", "error"),
     [
         ({"keep": 0}, r"keep is 0; it must be at least 1"),
-        ({"keep": 1, "delay": True}, r"keep is 1; it must be at least 2"),
         ({"overrides": ["run=mine"]}, r"--set run: each day of a chain has its own"),
         ({"overrides": ["train.epoch=1"]}, r"recipe\.yaml: .*train\.epoch"),
         ({"overrides": ["calibration.method=platt"]}, r"'platt', which needs validation rows; only"),
         ({"overrides": ["hot={schedule: fae}"]}, r"hot\.schedule is 'fae', which needs validation rows"),
-        (
-            {"overrides": ["model={name: two_tower, item: [item]}"], "delay": True},
-            r"--delay scores raw rows, which .* sampled_softmax cannot",
-        ),
         ({"overrides": ["epochs"]}, r"--set 'epochs' has no name and value"),
         ({"time_format": "%s"}, r"time_format is another one than .* was begun with"),
         ({"schema": "recipe.yaml"}, r"schema is another one than .* was begun with"),

@@ -907,19 +907,6 @@ def test_an_error_of_a_pooled_table_is_raised_on_all(threads: ThreadPool) -> Non
         assert found[4].text.startswith("rank 2: a batch was changed after it was announced")
 
 
-def pinned(comm: Communicator, memory: hotrow.Memory) -> list[int]:
-    shards = shards_of(comm.size)
-    tiers = ShardedMemory(comm=comm, shards=shards, below=memory).place(TABLES, seed=0).find(Tiers)
-    assert tiers is not None and tiers.memory.pins is not None
-    return shards["half"].rows(np.asarray(tiers.memory.pins["half"]), comm.rank, comm.size).tolist()
-
-
-def test_each_rank_pins_the_rows_that_it_holds(threads: ThreadPool, tmp_path: Path) -> None:
-    memory = hotrow.Memory(dram="256KiB", plan=few_slots, file=str(tmp_path), force=True, pins={"half": [3, 9, 60]})
-    found = threads.run(pinned, memory, num_ranks=3, micro_batches=3)
-    assert found == [[3], [3], [3, 9, 60]]
-
-
 def test_what_is_refused() -> None:
     comm = Communicator(Ranks(micro_batches=2))
     with pytest.raises(ValueError, match="there is no table 'user' to share; the tables are rows, half"):

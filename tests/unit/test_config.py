@@ -111,11 +111,6 @@ def test_recipes_are_valid(recipe: Path) -> None:
             {"data": "d", "model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},
             r"train\.pos_weight is 3\.0, but model\.objective squared_error has no such option; set it to 1\.0",
         ),
-        ({"data": "d", "train": {"ema": 1}}, r"train\.ema is 1; allowed: a number > 0 and < 1 or null"),
-        (
-            {"data": "d", "train": {"ema": 0.9, "precision": "split_bf16"}},
-            r"train\.ema is 0\.9, but with .* set train\.ema to null, or choose another optimizer\.dense\.name",
-        ),
         ({"data": "d", "optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
         (
             {"data": "d", "optimizer": {"schedule": {"decay_start_step": 9, "decay_steps": 5, "warmup_steps": 10}}},

@@ -222,7 +222,6 @@ def test_text_ids_keep_their_zeros(tmp_path: Path) -> None:
 LAYOUTS = {
     "criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]),
     "taobao": "1,2268318,2520377,pv,1511544070",
-    "movielens": "1::1193::5::978300760",
 }
 
 

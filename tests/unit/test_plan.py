@@ -299,16 +299,6 @@ def test_a_table_is_given_the_rows_that_were_promised() -> None:
     assert a.cached < 5000 <= b.cached
 
 
-@pytest.mark.parametrize("by_counts", [True, False])
-def test_rows_of_a_list_have_slots_beside_those_of_batches(by_counts: bool) -> None:
-    counts = {"a": zipf_counts(50_000, 1.05, 512.0), "b": zipf_counts(50_000, 1.05, 512.0)}
-    plan = plan_by_counts(counts, num_steps=1) if by_counts else plan_slots
-    plain = [TableDemand(name, 50_000, 64) for name in counts]
-    listed = [plain[0], plain[1]._replace(listed=3000)]
-    before, after = (plan(demands, 1 << 20)[1].cached for demands in (plain, listed))
-    assert after >= 3000 + (min(before, 500) if by_counts else MIN_ROWS)
-
-
 def test_skew_decides() -> None:
     """A table of which few rows are hot needs few slots; one that is even takes the rest."""
     counts = {"skewed": np.r_[np.full(300, 1000.0), np.full(99700, 0.01)], "even": np.full(100000, 1.0)}

@@ -12,8 +12,6 @@ from hotrow.data.sources.registry import (
     AVAZU_COLUMNS,
     looks_like_avazu,
     looks_like_taobao,
-    movielens_layout,
-    open_movielens,
     open_source,
 )
 from hotrow.data.sources.schema import parse_schema
@@ -88,32 +86,6 @@ def test_real_taobao_events(real_data) -> None:
     assert 0 < sum(rows["label"]) < 0.2 * len(rows["label"])
 
 
-MOVIELENS = {
-    "u.data": "196\t242\t3\t881250949\n186\t302\t4\t891717742\n",
-    "ratings.dat": "196::242::3::881250949\n186::302::4::891717742\n",
-    "ratings.csv": "userId,movieId,rating,timestamp\r\n196,242,3.5,881250949\r\n186,302,4.0,891717742\r\n",
-}
-
-
-@pytest.mark.parametrize("name", MOVIELENS)
-def test_movielens_layouts_read_alike(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(MOVIELENS[name])
-    (tmp_path / "movies.dat").write_text("1::Toy Story (1995)::Animation\n")
-    for paths in (tmp_path / name, tmp_path):
-        rows = read(open_movielens(paths))
-        assert rows["label"] == [0, 1]
-        assert rows["userId"] == [196, 186] and rows["movieId"] == [242, 302]
-        assert rows["time"] == [881250949, 891717742]
-
-
-def test_movielens_layout_must_be_one_of_the_published(tmp_path: Path) -> None:
-    path = tmp_path / "u.item"
-    path.write_text("1|Toy Story (1995)|01-Jan-1995\n")
-    with pytest.raises(ValueError, match=r"u\.item:1: '1\|Toy Story .* is not a MovieLens rating"):
-        open_movielens(path)
-    assert movielens_layout("1::1193::5::978300760") == "1m"
-
-
 AVAZU_ROW = (
     "1000009418151094273,0,14102100,1005,0,1fbe01fe,f3845767,28905ebd,ecad2386,7801e8d9,07d7df22,a99f214a,ddd2926e,"
     "44956a24,1,2,15706,320,50,1722,0,35,-1,79"
@@ -142,7 +114,7 @@ def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
         open_source("avazu", path)
 
 
-@pytest.mark.parametrize("source", ["auto", "movielens", "avazu", "taobao", "csv"])
+@pytest.mark.parametrize("source", ["auto", "avazu", "taobao", "csv"])
 def test_a_file_cut_short_is_named_whoever_looks_at_it_first(source: str, tmp_path: Path) -> None:
     path = tmp_path / "ratings.csv.gz"
     rows = "userId,movieId,rating,timestamp\n" + "1,2,3,4\n" * 999

@@ -214,34 +214,7 @@ def test_a_middle_in_memory_is_fine_where_the_disk_is_none(
     assert len(list(disk.rglob("*.rows"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("pins", "message"),
-    [
-        ({"c": [1]}, "pins names table 'c'; the tables are a, b"),
-        ({"b": [5, NUM_ROWS, -1]}, "pins of table 'b' has id -1; its ids are 0 to 2,999"),
-        ({"a": torch.tensor([NUM_ROWS])}, "pins of table 'a' has id 3000; its ids are 0 to 2,999"),
-        ({"a": [0.5]}, "pins of table 'a' are float64; they must be ids, integers"),
-        ({"a": [True]}, "pins of table 'a' are bool; they must be ids, integers"),
-    ],
-)
-def test_pins_that_are_no_rows(tmp_path: Path, pins: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path, file=tmp_path, pins=pins)
-
-
-def test_more_pins_than_the_cache_may_give(folder: Path) -> None:
-    def plan(demands: Any, budget_bytes: int) -> list[tuple[int, int]]:
-        return [(50, 300), (50, 300)]
-
-    hotrow.SGD(make(folder, file=folder, plan=plan, pins={"a": range(250)}), lr=0.1)
-    gc.collect()
-    message = (
-        "names 201 rows of table 'a' behind its first 50; its cache has 300 slots, and 100 of .* name 1 rows fewer"
-    )
-    with pytest.raises(ValueError, match=message):
-        hotrow.SGD(make(folder, file=folder, plan=plan, pins={"a": range(251)}), lr=0.1)
-    gc.collect()
-    assert list(folder.iterdir()) == [], "refused before anything was made"
+# ---- a collection in tiers
 
 
 def test_an_optimizer_comes_first_and_alone(emb: EmbeddingCollection, folder: Path) -> None:

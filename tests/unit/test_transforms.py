@@ -34,11 +34,9 @@ def test_transforms_of_numbers_against_plain_python(values: list[float]) -> None
         truth = [x if math.isnan(x) and name != "fill" else formula(x) for x in values]
         np.testing.assert_array_equal(Transform(name, options)(np.array(values)), truth)
 
-    wanted("floor_log2", lambda x: math.floor(math.log(x) ** 2) if x > 2 else x)
     wanted("clip", lambda x: min(max(x, -1.5), 20), low=-1.5, high=20)
     wanted("clip", lambda x: max(x, 3), low=3)
     wanted("clip", lambda x: min(x, 3), high=3)
-    wanted("piecewise", lambda x: min(max((x - 2) / 8, 0), 1), low=2, high=10)
     wanted("fill", lambda x: -7 if math.isnan(x) else x, value=-7)
 
 
@@ -205,29 +203,9 @@ def test_a_schema_computes_columns() -> None:
     assert parse_schema(SCHEMA, where="s.yaml").to_json()["transforms"] == []
 
 
-def test_piecewise_makes_an_input_of_each_interval() -> None:
-    made = computed("piecewise", boundaries=[18, 25, 40.5], into="part")
-    schema = parse_schema({**made, "dense": ["age", {"column": "part", "transform": "identity"}]}, where="s.yaml")
-    assert schema.computed == {
-        "part 18 to 25": (Transform("piecewise", {"low": 18.0, "high": 25.0}), ("age",)),
-        "part 25 to 40.5": (Transform("piecewise", {"low": 25.0, "high": 40.5}), ("age",)),
-    }
-    assert [(spec.column, spec.transform) for spec in schema.dense] == [
-        ("age", "standardize"),
-        ("part 18 to 25", "identity"),
-        ("part 25 to 40.5", "identity"),
-    ]
-    assert parse_schema(schema.to_json(), where="again") == schema
-
-
 @looped(
     ("schema", "fields"),
     [
-        (computed("piecewise", boundaries=[1]), ["transforms", "piecewise.boundaries", "[1]", "two"]),
-        (computed("piecewise", boundaries=[1, 3, 3]), ["transforms", "piecewise.boundaries", "[1, 3, 3]", "rising"]),
-        (computed("piecewise", boundaries="1, 2"), ["transforms", "piecewise.boundaries", "1, 2", "numbers"]),
-        (computed("piecewise", low=2, high=1), ["transforms[0]", "piecewise.low is 2"]),
-        ({**computed("piecewise", boundaries=[1, 2], into="part"), "dense": ["age"]}, ["no input is 'part 1 to 2'"]),
         (computed("log1p_clip"), ["transforms[0]", "log1p_clip", "did you mean 'log1p_clip0'", "standardize"]),
         (computed(base=2), ["transforms[0]", "log1p_clip0.base", "options: none"]),
         (computed("standardize", std=0), ["transforms[0]", "standardize.std is 0"]),

@@ -233,7 +233,7 @@ def init(
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(help="criteo, avazu, taobao, movielens, csv, parquet, feather, orc, jsonl, or auto to tell."),
+        typer.Argument(help="criteo, avazu, taobao, csv, parquet, feather, orc, jsonl, or auto to tell."),
     ],
     paths: Paths,
     *,
@@ -406,15 +406,12 @@ def days(
     ] = None,
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
-    delay: Annotated[
-        bool, typer.Option("--delay", help="Score each day by older models, too: of two days before, and the first.")
-    ] = False,
     set_: Set = None,
 ) -> Answer:
     """Do each day of a folder that is not done: prepare, score, train, export, apply. Kill it: it goes on."""
     from hotrow.days.walk import walk_days
 
-    options = {"recipe": recipe, "schema": schema, "keep": keep, "delay": delay, "overrides": set_ or ()}
+    options = {"recipe": recipe, "schema": schema, "keep": keep, "overrides": set_ or ()}
     result = walk_days(logs, out, **vars(read), **options)
     shown = {name: value for name, value in result.items() if name not in ("status", "newest")}
     return result, lambda: _print_fields(shown)
@@ -482,7 +479,7 @@ def runs(
                 typer.confirm(f"remove {run.path} ({about})?", abort=True, err=True)
         return {"removed": [str(path) for path in remove], "bytes_freed": sum(map(listing.remove_run, remove))}
     if paths is not None and len(paths) > 2:
-        raise ValueError("two runs are compared, one folder is listed; for more, hotrow report sets runs side by side")
+        raise ValueError("two runs are compared, one folder is listed; name one or two")
     if paths is not None and len(paths) == 2:
         pair = compare.compare(*paths)
         return pair, lambda: print(*compare.lines_of(pair), sep="\n")
@@ -693,7 +690,7 @@ def inspect(
         typer.Option(help="Bytes of a fast device, e.g. 256MiB: compares three ways to choose rows for it."),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose state is kept beside hot rows.")] = "sgd",
-    out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON and one HTML page.")] = None,
 ) -> Answer:
     """Report hotness: bytes that a step demands of each table, and how few rows take most accesses."""
     from hotrow.base.progress import progress_bar
@@ -716,18 +713,16 @@ def inspect(
     return result, lambda: print_inspection(result)
 
 
-@verb("report", home="hotrow.cli.tools", example="hotrow report runs/a runs/b --out a-beside-b.html")
+@verb("report", home="hotrow.cli.tools", example="hotrow report runs/clicks-dlrm-001")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs: finished, interrupted, failed or killed.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder: finished, interrupted, failed or killed.")],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: report.html in the run's folder, or here for several.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the run's folder.")] = None,
 ) -> Answer:
-    """Write one HTML page that says how a run went, or sets several side by side."""
+    """Write one HTML page that says how a run went."""
     from hotrow.cli import tools
 
-    result = tools.report(runs, out=out)
+    result = tools.report(run, out=out)
     return result, lambda: _print_report(result)
 
 
@@ -785,8 +780,7 @@ def _print_init(result: Mapping[str, Any]) -> None:
 
 
 def _print_report(result: Mapping[str, Any]) -> None:
-    for run in result["runs"]:
-        print(run["run"], *run["sentences"], sep="\n  ")
+    print(result["run"], *result["sentences"], sep="\n  ")
     print(f"wrote {result['out']}")
 
 

@@ -74,8 +74,8 @@ def inspect(
 
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `batches`: read only so many, the
     first. hot: bytes of a fast device, or text such as 256MiB: three ways to choose the rows for it are compared, the
-    state of `optimizer` counted, with samples drawn by `seed`. With `out` the report is also written there, as JSON,
-    CSV and HTML, and `files` names them.
+    state of `optimizer` counted, with samples drawn by `seed`. With `out` the report is also written there, as JSON and
+    HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is not a hot row.
@@ -195,22 +195,21 @@ def _check_vocabularies(run: RunFolder) -> int:
     return total
 
 
-def report(paths: Sequence[Path | str], *, out: Path | str | None = None) -> dict[str, Any]:
-    """Writes the page of one run, or of several side by side; returns its file and the figures at its top.
+def report(path: Path | str, *, out: Path | str | None = None) -> dict[str, Any]:
+    """Writes the page of a run; returns its file and the figures at its top.
 
-    out: the file; if None, report.html in the run's folder, or in the working directory for several runs. Raises
-    ValueError if a path is not a run, or the file is a folder or exists and is not an earlier report.
+    out: the file; if None, report.html in the run's folder. Raises ValueError if `path` is not a run, or the file is a
+    folder or exists and is not an earlier report.
     """
-    facts = [RunFolder.open(path).facts() for path in paths]
-    target = Path(out) if out is not None else (Path(paths[0]) if len(paths) == 1 else Path()) / REPORT
+    facts = RunFolder.open(path).facts()
+    target = Path(out) if out is not None else Path(path) / REPORT
     if target.is_dir() or not target.parent.is_dir():
         why = "is a folder" if target.is_dir() else f"cannot be made: {target.parent} is not a folder"
         raise ValueError(f"--out {target} {why}; name a file, such as {REPORT}")
     # A run's own page is of hotrow whatever is in it: resuming the run writes it anew too.
-    if target.exists() and (out is not None or len(paths) > 1) and not is_report(target):
+    if target.exists() and out is not None and not is_report(target):
         raise ValueError(f"{target} exists and is not a report of hotrow; name another file with --out, or remove it")
-    num_bytes = write_report(target, facts)
-    return {"out": str(target), "bytes": num_bytes, "runs": [summary(run) for run in facts]}
+    return {"out": str(target), "bytes": write_report(target, facts), **summary(facts)}
 
 
 def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:

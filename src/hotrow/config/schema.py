@@ -189,10 +189,6 @@ class TrainConfig(_Section):
     """The largest norm of a step's gradients: those of the MLPs and of pooled rows, all together, are scaled down to it
     (`hotrow.clip_grad_norm_`). Only on one process, in any number of micro-batches; plans leave out the time that it
     takes. null: gradients stay as they are."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of a moving mean of the MLPs' weights over steps, such as 0.999. The run is evaluated, and scores, by the
-    mean (run/mean.py has the formula); training goes on with the weights themselves. Tables have no mean: it would
-    double their memory and touch all rows at every step. Plans leave out the time that it takes. null: no mean."""
     freeze: list[str] = []
     """What keeps its weights: `dense` (the MLPs), `tables` (all of them), or names of tables. Makes sense with weights
     that were trained before (`from_run`); plans leave out the time that it saves."""
@@ -441,15 +437,6 @@ class Config(_Section):
             raise ValueError(
                 f"train.monitor is {self.train.monitor!r}; {needs}with model.objective {self.model.objective} it may "
                 f"be {', '.join(allowed)} or null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _mean_of_whole_weights(self) -> Config:
-        if self.train.ema is not None and (self.train.precision, self.optimizer.dense.name) == ("split_bf16", "sgd"):
-            raise ValueError(
-                f"train.ema is {self.train.ema}, but with train.precision split_bf16 dense sgd keeps weights in two "
-                "halves, which have no mean: set train.ema to null, or choose another optimizer.dense.name"
             )
         return self
 

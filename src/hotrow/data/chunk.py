@@ -143,8 +143,7 @@ class Chunk:
 
     num_rows: int
     label: NDArray[np.float32] | None
-    """[num_rows], or [num_rows, L] of L > 1 labels, checked by the source; None if the rows have no label (rows to
-    predict)."""
+    """[num_rows], or [num_rows, L] of L > 1 labels, checked by the source; None of rows to predict."""
     dense: NDArray[np.float32]
     """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
     keys: Mapping[str, Keys]
@@ -268,8 +267,7 @@ def interleave(features: Sequence[Keys]) -> Keys:
 
 
 def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
-    """Returns the rows of `chunk` whose mask [num_rows] is set; its position remains the position of the whole
-    chunk."""
+    """The rows of `chunk` whose mask [num_rows] is set; its position remains that of the whole chunk."""
     if mask.all():
         return chunk
     keys = {}
@@ -325,8 +323,7 @@ def keys_to_arrow(keys: Keys) -> pa.Array:
 
 
 def keys_from_arrow(array: pa.Array) -> Keys:
-    """Returns the keys that `keys_to_arrow` made an array of, or of any rows of it. No bytes are left of a missing
-    value."""
+    """The keys that `keys_to_arrow` made an array of, or of any rows of it. A missing value has no bytes."""
     row_splits = None
     if pa.types.is_large_list(array.type):
         splits, array = array.offsets.to_numpy(), array.flatten()

@@ -30,8 +30,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 @functools.cache
 def backend() -> Any:
-    """Returns the module that computes: `hotrow._native`, or `hotrow.data.reference` (`hotrow.kernels.ops` says
-    why)."""
+    """The module that computes: `hotrow._native`, or `hotrow.data.reference` (`hotrow.kernels.ops` says why)."""
     if ops.backend().reason is None:
         return importlib.import_module("hotrow._native")
     from hotrow.data import reference
@@ -211,8 +210,7 @@ class Counter:
         self._counter.add(hashes, keys.valid, counts, data, offsets)
 
     def drain(self, path: Path) -> None:
-        """Writes all counts to `path` as a run, whole or not at all, and empties the counter. OSError passes
-        through."""
+        """Writes all counts to `path` as a run, whole or not at all (OSError), and empties the counter."""
         with atomic_write(path) as file:
             self._counter.drain(file.fileno())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pydantic.dataclasses import dataclass as record
@@ -50,8 +49,6 @@ class DoneDay:
     """Bytes of the delta; of the first day those of the whole export."""
     seconds: dict[str, Amount]
     """How long the last call took to prepare, train and export it."""
-    late: dict[str, dict[str, Any]] | None
-    """Metrics of the models of the two days before, `fresh` and `late`, and of the first, `frozen`, on its raw rows."""
 
     def line(self, objective: Objective) -> str:
         """Returns the figures in a line."""
@@ -69,7 +66,6 @@ def write_page(path: Path, name: str, days: Sequence[DoneDay], objective: Object
         num_days=len(days),
         newest=newest,
         verdict=objective.verdict(newest.metrics) if newest.metrics else None,
-        delays=_delays(days, objective),
         figures=_figures(days, objective),
         quality=[chart for chart in _quality(days, objective) if chart.svg],
         growth=[chart for chart in _growth(days) if chart.svg],
@@ -88,24 +84,6 @@ def _figures(days: Sequence[DoneDay], objective: Objective) -> list[Figure]:
         Figure("Rows of tables", f"{newest.table_rows:,}", f"{newest.new_rows:,} of them new on {newest.name}"),
         Figure("To send", size(newest.published_bytes), "the delta" if newest.metrics else "the whole model"),
     ]
-
-
-def _delays(days: Sequence[DoneDay], objective: Objective) -> list[str]:
-    """Returns what it costs to serve a model one day longer, and never to train it again, each in a clause; nothing if
-    that was not scored."""
-    who = {"late": "one that is a day older", "frozen": "that of the first day, never trained again,"}
-    clauses = []
-    for what, subject in who.items():
-        scored = [day.late for day in days if day.late and what in day.late]
-        parts = []
-        for name, measure in objective.measures.items():
-            pairs = [(number_in(late, "fresh", name), number_in(late, what, name)) for late in scored]
-            known = [late - fresh for fresh, late in pairs if fresh is not None and late is not None]
-            fewer = f" ({len(known)} of them)" if len(known) < len(scored) else ""  # a day of one label has no AUC
-            parts += [f"{measure.title} by {fmean(known):+.4f}{fewer}"] if known else []
-        if parts:
-            clauses.append(f"{subject} changes {', '.join(parts)} (mean of {len(scored)} days)")
-    return clauses
 
 
 def _chart(days: Sequence[DoneDay], curves: Mapping[str, Sequence[Point]], y: str, caption: str) -> Chart:
@@ -138,9 +116,6 @@ def _quality(days: Sequence[DoneDay], objective: Objective) -> list[Chart]:
         curves = {
             "the day": _over(number_in(day.metrics or {}, name) for day in days),
             PARTS: _over_parts(days, name),
-            "as it is served": _over(number_in(day.late or {}, "fresh", name) for day in days),
-            "served one day longer": _over(number_in(day.late or {}, "late", name) for day in days),
-            "the first day's, frozen": _over(number_in(day.late or {}, "frozen", name) for day in days),
         }
         charts.append(_chart(days, curves, title, f"{title} on each day's rows, before the model trains on them"))
     return charts

@@ -17,9 +17,7 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -36,7 +34,7 @@ from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, fo
 from hotrow.base.progress import progress_bar
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
-from hotrow.data.chunk import NoRowsError, RowError
+from hotrow.data.chunk import NoRowsError
 from hotrow.data.packed.format import MANIFEST, DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
@@ -100,7 +98,6 @@ class _Walk:
     recipe: Path | str | None
     schema: Path | str | None
     overrides: Sequence[str]
-    delay: bool
 
     def place(self, kind: str, day: str) -> Path:
         return self.chain / kind / day
@@ -116,7 +113,6 @@ def walk_days(
     schema: Path | str | None = None,
     overrides: Sequence[str] = (),
     keep: int = 2,
-    delay: bool = False,
 ) -> dict[str, Any]:
     """Does the days of `logs` that the chain in `out` has not done yet; called again after a stop, it goes on.
 
@@ -124,15 +120,14 @@ def walk_days(
     if None, it is chosen by the number of rows, and kept in `out`. schema: how to read tables; if None, it is guessed
     from the first day, with the help of what you say about columns:
     {read}
-    overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay. delay:
-    also score each day by the model of two days before it, and by that of the first day, whose run stays too.
+    overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay.
 
     A day without a row is passed over, and a line says so. Returns how many days are done, which of them by this call,
     and the newest one's figures; with `status` "interrupted" and `signal`, if training was stopped. Raises ValueError
     if a day that is done has changed, or if a new day comes before one that is done; and as preparation, training and
     exports do.
     """
-    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
+    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides)
     _check_options(walk, keep)
     paths = _days_in(walk.logs, walk.chain)
     make_folder(walk.chain)
@@ -170,8 +165,8 @@ def walk_days(
 
 def _check_options(walk: _Walk, keep: int) -> None:
     """Raises ValueError if one is wrong, before hours of work."""
-    if keep < (least := 2 if walk.delay else 1):
-        raise ValueError(f"keep is {keep}; it must be at least {least}, because the next day goes on from kept days")
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; it must be at least 1, because the next day goes on from kept days")
     if chosen := [name for name in overrides_of(walk.overrides) if name in ("data", "run", "from_run")]:
         raise ValueError(f"--set {chosen[0]}: each day of a chain has its own; leave it out")
     if walk.recipe is not None:
@@ -187,10 +182,6 @@ def _check_options(walk: _Walk, keep: int) -> None:
             raise ValueError(
                 f"{option} is {value!r}, which needs validation rows; only the first day has some: change it"
             )
-    if walk.delay and config.model.trained_for.retrieves:
-        raise ValueError(
-            f"--delay scores raw rows, which a run with model.objective {config.model.objective} cannot: leave it out"
-        )
 
 
 def _newest_run(chain: Path) -> Path | None:
@@ -336,7 +327,6 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
         **_figures(run, dataset.info),
         published_bytes=published,
         seconds={what: round(b - a, 3) for what, (a, b) in zip(STEPS, pairwise(clock), strict=True)},
-        late=_late(walk, path, days),
     )
     _say(done.line(run.record.trained_for))
     return done
@@ -429,8 +419,7 @@ def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None)
 
 
 def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
-    """Brings the model that is served to a day's weights; returns the bytes of the delta, of the first day those of
-    the model."""
+    """Brings the served model to a day's weights; returns the bytes of the delta, or of the first day's model."""
     model, delta = walk.chain / "model", walk.place("deltas", name)
     out, since = (model, None) if is_first else (delta, model)
     make_folder(delta.parent)  # from the first day on, for servers to be started with
@@ -442,33 +431,10 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
     return folder_bytes(out)
 
 
-def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[str, Any]] | None:
-    """Returns the metrics of the models of the last two days, and of the first day if its run is there, on the raw rows
-    of a day, as they would be served, each over the groups that the newest one knows; None if that was not asked for,
-    there is one such model, or a row is bad."""
-    if not walk.delay or len(done) < 2 or not is_taken(walk.place("runs", done[-2].name)):
-        return None
-    models, found = {"fresh": done[-1].name, "late": done[-2].name, "frozen": done[0].name}, dict[str, dict[str, Any]]()
-    newest = Run(walk.place("runs", done[-1].name))
-    for day in dict.fromkeys(models.values()):
-        if not is_taken(walk.place("runs", day) / RUN):  # of the first day, if an earlier call did not keep it
-            continue
-        with warnings.catch_warnings(), closing(Run(walk.place("runs", day))) as run:
-            warnings.simplefilter("ignore")  # that ids are new and scores are worse is what the figures are about
-            try:
-                found[day] = run.evaluate_rows(str(path), groups_of=newest)
-            except RowError as error:  # a bad row, which preparation may skip
-                _say(f"{path} is not scored by models of days before, because every row must have a score: {error}")
-                return None
-    return {what: found[day] for what, day in models.items() if day in found}
-
-
 def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
     """Removes what older days need no longer, and writes the page."""
     for day in chain.days[:-keep]:
         remove(walk.place("data", day.name))
-        if walk.delay and day == chain.days[0]:  # its model scores all days
-            continue
         if is_taken((run := walk.place("runs", day.name)) / RUN):
             remove_run(run)
         else:  # what a call that was killed left of it

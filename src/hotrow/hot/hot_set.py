@@ -23,8 +23,7 @@ from hotrow.data.packed.format import Block, Ragged
 from hotrow.data.packed.reader import PackedDataset
 
 SMALL_TABLE_BYTES = 1 << 20
-"""Tables below this size are hot whole, as in FAE: such a table is looked up as often as any other and takes little
-memory."""
+"""Tables below this size are hot whole, as in FAE: they take little memory for as many lookups as others."""
 
 
 def is_small(num_rows: int, record_bytes: int, small_table_bytes: int = SMALL_TABLE_BYTES) -> bool:

@@ -1,47 +1,34 @@
-"""The hotness report on disk: `hotness.json`, `hotness.csv` and `hotness.html`, one page with its charts inside."""
+"""The hotness report on disk: `hotness.json` and `hotness.html`, one page with its charts inside."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, size, write_json
-from hotrow.draw import bar_chart, line_chart, load_template
+from hotrow.draw import line_chart, load_template
 
 NAME = "hotness"
 Table = Mapping[str, Any]
 
 
 def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]:
-    """Writes what `hotrow inspect` found to `folder`, which is made if absent; returns the files: JSON, CSV, HTML."""
+    """Writes what `hotrow inspect` found to `folder`, which is made if absent; returns the files: JSON, HTML."""
     folder = Path(folder)
     make_folder(folder)
-    files = {suffix: folder / f"{NAME}.{suffix}" for suffix in ("json", "csv", "html")}
+    files = {suffix: folder / f"{NAME}.{suffix}" for suffix in ("json", "html")}
     write_json(files["json"], report)
-    for suffix, text in (("csv", as_csv(report)), ("html", inspection_page(report))):
-        with atomic_write(files[suffix]) as stream:
-            stream.write(text.encode())
+    with atomic_write(files["html"]) as stream:
+        stream.write(inspection_page(report).encode())
     return [str(file) for file in files.values()]
 
 
 def flat_row(table: Table) -> dict[str, Any]:
-    """Returns one table's figures without its curves: the columns of the CSV file and of the printed tables."""
+    """Returns one table's figures without its curves: the columns of printed tables."""
     scalars = {name: value for name, value in table.items() if not isinstance(value, (list, dict))}
     return {**scalars, **{name: value for name, value in table["demand"].items() if name not in scalars}}
-
-
-def as_csv(report: Mapping[str, Any]) -> str:
-    """Returns the CSV text, one line per table."""
-    rows = [flat_row(table) for table in report["tables"]]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def print_inspection(report: Mapping[str, Any]) -> None:
@@ -172,11 +159,6 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
     largest = sorted(tables, key=lambda table: -table["demand"]["training_bytes"])
     curve = report["demand"]["curve"]
     return {
-        "density": bar_chart(
-            {table["table"]: table["demand"]["density"] for table in tables} if len(tables) > 1 else {},
-            y_label="bytes per step / table bytes",
-            label="bandwidth density of the tables, densest first",
-        ),
         "spread": line_chart(
             {} if curve is None else {"tables, densest first": curve, "if demand were uniform": [(0, 0), (1, 1)]},
             x_label="share of all table bytes",

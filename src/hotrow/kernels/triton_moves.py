@@ -267,8 +267,7 @@ class Mover:
         self._leaving.append(Arriving(target, staged, blocks, moment))
 
     def point(self, array: Tensor, numbers: Tensor, *, after: Moment) -> Moment:
-        """Writes numbers[1] to places numbers[0] of an int32 array on the device; returns the moment when they are
-        there."""
+        """Writes numbers[1] to places numbers[0] of an int32 array on the device; returns when they are there."""
         with self._streams.copying(after=after):
             places, values = self._upload(numbers).view(2, -1)
             array.index_copy_(0, places, values.int())

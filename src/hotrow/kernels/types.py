@@ -260,6 +260,5 @@ class Pieces(NamedTuple):
 
 
 def row_key(seed: int, table: str) -> int:
-    """Returns the 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8,
-    little-endian."""
+    """The 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>", little-endian."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{table}".encode(), digest_size=8).digest(), "little")

@@ -104,10 +104,10 @@ _CURES = {
 _CONFIG_CURE = "start every rank with the same config file and the same --set"
 
 
-def check_same(comm: Communicator, facts: Mapping[str, Any], *, cure: str = _CONFIG_CURE) -> None:
+def check_same(comm: Communicator, facts: Mapping[str, Any]) -> None:
     """Compares `facts` (JSON-ready values by name) of all ranks. Collective.
 
-    cure: for facts that have none of their own. Raises ValueError on every rank if any differs: it names the field,
+    Raises ValueError on every rank if any differs: it names the field,
     each value with its ranks and hosts, and the cure.
     """
     found = everyone(comm, {"host": socket.gethostname(), "facts": facts})
@@ -120,7 +120,7 @@ def check_same(comm: Communicator, facts: Mapping[str, Any], *, cure: str = _CON
             ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
             told.append(f"{name} is " + ", ".join(f"{value} on {_named(on, found)}" for value, on in ranks.items()))
-            cures.append(_CURES.get(name, cure))
+            cures.append(_CURES.get(name, _CONFIG_CURE))
     if told:
         more = f"; and {len(told) - MAX_NAMED} more differences" if len(told) > MAX_NAMED else ""
         all_cures = "; ".join(dict.fromkeys(cures[:MAX_NAMED]))

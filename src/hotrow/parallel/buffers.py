@@ -40,8 +40,7 @@ class Buffers:
     """An array of slots for each table; batches that wait for a step have slots one behind another."""
 
     def __init__(self, dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-        """dtypes: by table, the type in which lookups read weights. That is bfloat16 of split tables, whose lower
-        halves are not read."""
+        """dtypes: by table, in which lookups read weights: bfloat16 of split tables, without their lower halves."""
         self.weights: list[Tensor] = [torch.zeros(0, dim, dtype=dtype) for dim, dtype in zip(dims, dtypes, strict=True)]
         self.row_of: list[Numbers] = [np.zeros(0, np.int64) for _ in dims]
         """By table, the row in each slot."""

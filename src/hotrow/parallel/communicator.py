@@ -55,8 +55,7 @@ class ExchangeCounts:
     """What counts these seconds."""
     num_exchanges: int = 0
     num_meetings: int = 0
-    """How often this rank had to wait for others before it could go on: exchanges that begin before it waits for one of
-    them are one meeting."""
+    """How often this rank waited for others; exchanges that begin before it waits for one are one meeting."""
     _has_waited: bool = True
 
     def add(self, purpose: str, num_bytes: int) -> None:
@@ -126,8 +125,7 @@ class Communicator:
     transport: Transport | None = None
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)
     lane: int = 0
-    """Communicators that send over one group at the same time have a lane each, so that none takes the messages of
-    another."""
+    """Communicators over one group have a lane each, so that none takes the messages of another."""
 
     @property
     def rank(self) -> int:

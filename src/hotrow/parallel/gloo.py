@@ -136,8 +136,7 @@ def check_addresses(store: Store, rank: int, size: int) -> None:
 
 
 def _address() -> str | None:
-    """Returns the address that gloo will take. If None, gloo takes the address of the interface in
-    GLOO_SOCKET_IFNAME."""
+    """The address that gloo will take. If None, it takes that of the interface in GLOO_SOCKET_IFNAME."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     with suppress(OSError):

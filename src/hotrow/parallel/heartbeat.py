@@ -60,6 +60,7 @@ LOST = 3
 """Exit code of every rank after one was lost."""
 MAX_LINE_BYTES = 1 << 16
 """Longest line of the protocol."""
+KEPT = "The newest checkpoint is whole, because a checkpoint gets its name when it is complete."
 MAX_TEXT = 8_000
 """Characters of an error's text that other ranks get."""
 
@@ -131,16 +132,12 @@ class Heartbeat:
         comm: Communicator,
         *,
         cure: str,
-        kept: str = "The newest checkpoint is whole, because a checkpoint gets its name when it is complete.",
         step: Callable[[], int] = lambda: 0,
         last_words: Callable[[str], None] | None = None,
-        together: tuple[type[BaseException], ...] = (CommonError,),
     ) -> None:
         self.comm = comm
         self.cure = cure
         """A sentence that says how the run goes on, for the line that names a lost rank."""
-        self._kept = kept  # another sentence, for the same line
-        self._together = together  # errors that all ranks raise, if one does
         self.step = step
         """Returns the number of steps that this rank has taken; the watching thread calls it."""
         self.last_words = last_words
@@ -165,7 +162,7 @@ class Heartbeat:
     ) -> None:
         if self._thread is None:
             return
-        if error is None or isinstance(error, self._together) or (code := exit_code(error)) == 0:
+        if error is None or isinstance(error, CommonError) or (code := exit_code(error)) == 0:
             self._is_done = True
             if self.comm.rank:
                 self._send({"done": True})
@@ -260,7 +257,7 @@ class Heartbeat:
 
     def _lose(self, peer: Peer, why: str) -> None:
         when = f" at step {peer.step}" if peer.step else ""
-        self._end_all(f"{peer} was lost{when}: {why}. All ranks end. {self._kept} {self.cure}", LOST)
+        self._end_all(f"{peer} was lost{when}: {why}. All ranks end. {KEPT} {self.cure}", LOST)
 
     def _end_all(self, text: str, code: int, *, known_to: Peer | None = None) -> None:
         """Tells all others, except `known_to`, and ends this process, if its main thread does not fail by itself."""

@@ -44,8 +44,7 @@ class LocalSteps:
         """By table, rows that changed, and what they were before: float32 [n, width]."""
 
     def keep(self, attached: Attached, rows: Sequence[Numbers]) -> None:
-        """Counts a step, and keeps its rows, by table, as they are before it. attached: with the states, which change
-        too."""
+        """Counts a step, and keeps its rows, by table, as they are before it. attached: has their states."""
         if not self.num_steps:
             self._arrays = [
                 [self._below.rows(name, state) for state in (None, *states)] for name, states in attached.states.items()

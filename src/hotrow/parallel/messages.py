@@ -56,8 +56,7 @@ class Keys:
         *,
         only_rows: bool = False,
     ) -> Pieces:
-        """Returns the sums of some nodes (message, node). prefix: by table, if not all rows are taken. See
-        `ops.unpack_sums`."""
+        """The sums of some nodes (message, node), see `ops.unpack_sums`. prefix: by table; None takes all rows."""
         prefix = [0] * len(self.dims) if prefix is None else prefix
         return ops.unpack_sums(messages, pieces, self.first, self.dims, prefix, only_rows=only_rows)
 

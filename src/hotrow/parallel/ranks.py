@@ -44,8 +44,7 @@ class Ranks:
         return tree.held(self.micro_batches, self.rank, self.size)
 
     def samples(self, num_samples: int, rank: int | None = None) -> tuple[int, int]:
-        """Returns the first sample of a global batch that a rank trains, and the end of its last. If `rank` is None,
-        this rank."""
+        """The first sample of a global batch that a rank (None: this one) trains, and the end of its last."""
         starts = tree.starts(num_samples, self.micro_batches)
         first, last = tree.held(self.micro_batches, self.rank if rank is None else rank, self.size)
         return starts[first], starts[last]

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
@@ -40,7 +39,7 @@ from hotrow.parallel.sharded_rows import ShardedChanges, ShardedRows
 from hotrow.parallel.shards import Homes, Numbers, Shard
 from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Attached, Lease, Placement, Rows, TableState, Use
-from hotrow.placement.budget import DeviceMemory, Memory
+from hotrow.placement.budget import DeviceMemory
 from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
@@ -55,7 +54,7 @@ class ShardedMemory:
     """What `EmbeddingCollection(memory=...)` takes to share the rows of its tables among ranks.
 
     shards: by table; a table that is not named is dealt out row by row. below: where each rank keeps its own rows, None
-    (DRAM) or `Memory`, whose bytes are a rank's; it pins rows of whole tables. wire_dtype: in which rows, vectors and
+    (DRAM) or `Memory`, whose bytes are a rank's. wire_dtype: in which rows, vectors and
     sums of gradients travel; all but fp32 round them, so that results depend on the number of ranks.
     Raises ValueError for tables that are not there, for shards that cannot be, and for memory on a device.
     """
@@ -80,11 +79,8 @@ class ShardedMemory:
             shard.check(table.name, table.num_embeddings, table.embedding_dim, self.ranks.size)
         if self.ranks.micro_batches == 1:  # one rank, and nothing to add up
             return place(tables, self.below, seed=seed)
-        below = self.below
-        if isinstance(below, Memory) and below.pins:
-            below = replace(below, pins=_own_pins(below.pins, tables, shards, self.ranks))
         local = [_local_table(*each, self.ranks) for each in zip(tables, shards, strict=True)]
-        placed = place(local, below, seed=seed)
+        placed = place(local, self.below, seed=seed)
         return Sharded(self.comm, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype)
 
 
@@ -97,18 +93,6 @@ def table_of_rank(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig
 def _local_table(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
     """Returns the table of a rank's own rows; their ids are looked up under the table's name."""
     return replace(table_of_rank(table, shard, ranks), feature_names=(table.name,), pooling="sum")
-
-
-def _own_pins(
-    pins: Mapping[str, ArrayLike], tables: Sequence[TableConfig], shards: Sequence[Shard], ranks: Ranks
-) -> dict[str, ArrayLike]:
-    """Returns the rows of `pins` that a rank holds, by their numbers there; ids outside their table stay."""
-    found = dict(pins)
-    for table, shard in zip(tables, shards, strict=True):
-        ids = np.asarray(pins.get(table.name, ()), np.int64)
-        if len(ids) and 0 <= ids.min() <= ids.max() < table.num_embeddings:
-            found[table.name] = shard.local(ids[shard.held(ids, ranks.rank, ranks.size)], ranks.size)
-    return found
 
 
 class Asked(NamedTuple):
@@ -661,8 +645,7 @@ class Sharded(Placement):
     def _lookups_below(
         self, found: Pieces, leaves: Sequence[tuple[int, int, int]], slots: Tensor, come: Sequence[Come]
     ) -> ops.Lookups:
-        """Returns the sums of each table as lookups below of as many bags of one row, in their micro-batches; slots: of
-        `found.rows`."""
+        """The sums of each table as lookups below of bags of one row, by micro-batch; slots: of `found.rows`."""
         lookups, T = list[Any](), len(self.tables)
         groups = [[*range(len(leaves))]] if len(found.sums) else [[p] for p in range(len(leaves))]
         parts = np.zeros((len(groups), T, self.comm.ranks.micro_batches + 1), np.int64)

@@ -54,8 +54,7 @@ class Shard:
         return len(self.owners) > 1
 
     def check(self, table: str, num_rows: int, dim: int, num_ranks: int) -> None:
-        """Raises ValueError, naming `table`, if this cannot be the shard of so many rows and columns on so many
-        ranks."""
+        """Raises ValueError, naming `table`, if this cannot be its shard on so many ranks."""
         if self.kind not in ("row", "table"):
             raise ValueError(f"table {table!r}: kind is {self.kind!r}; choose 'row' or 'table'")
         if not 0 <= self.prefix <= num_rows:

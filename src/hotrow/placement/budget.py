@@ -5,14 +5,13 @@ Plain numbers; nothing is opened or allocated. The plan that knows how often row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from numpy.typing import ArrayLike
 
 from hotrow.base.files import parse_bytes, size
 from hotrow.base.machine import available_memory_bytes
@@ -41,8 +40,7 @@ MIN_GATHERED_ROWS = 1 << 15
 MIN_ROWS = 100
 """A table in tiers caches at least this many rows, or all that it has."""
 SMALL_TABLES_SHARE = 0.5
-"""Share of the budget for tables that lie in memory whole, smallest first: their few rows would else be read over and
-over."""
+"""Share of the budget for tables that lie in memory whole, smallest first."""
 MAX_WAITING_SHARE, MAX_GATHERED_SHARE = 8, 64
 """I/O buffers and rows that wait to be written take at most 1/8 of the budget, and at most 64 MiB. If writes are
 gathered, which takes a 25th of the I/Os, they take at most 1/64 or 2 MiB, whichever is more."""
@@ -68,7 +66,6 @@ class Memory:
     made there and removed with the collection.
     plan: shares the bytes among the tables, given what each needs. `hotrow.plan_by_counts` makes a plan that knows how
     often each row is used; None means `plan_slots`, which does not.
-    pins: by table, ids of rows that stay in DRAM beside those that the plan pins; each takes a cached slot for good.
     writes: how rows that leave DRAM are written to block files. "in_place": each to its own sector. "gathered": side by
     side, a page in one I/O, which takes about 3 bytes of DRAM for each row and files of twice the rows' bytes. "auto":
     gathered if there is room for both. It changes speed, never results.
@@ -81,7 +78,6 @@ class Memory:
     file: str | Path | None = None
     file_bytes: int | str | None = None
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
-    pins: Mapping[str, ArrayLike] | None = None
     force: bool = False
     writes: Writes = "auto"
     io: Io = "auto"
@@ -206,8 +202,6 @@ class TableDemand(NamedTuple):
     num_rows: int
     record_bytes: int
     """Bytes of a slot: weights and optimizer states."""
-    listed: int = 0
-    """Number of rows that `Memory(pins=...)` names; those behind the pinned prefix take cached slots for good."""
     place_bytes: float = 0.0
     """Bytes per row for knowing where gathered rows lie on disk; a table that lies in DRAM whole does not take them."""
 

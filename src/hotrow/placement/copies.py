@@ -62,8 +62,7 @@ class CopiedRows(Protocol):
 
 
 class Newer:
-    """The rows of a table that have changed on one side since both were the same, by slot; slot `num_slots` is of rows
-    without a copy."""
+    """By slot, the rows of a table that changed on one side alone; slot `num_slots` is of rows without a copy."""
 
     def __init__(self, num_slots: int) -> None:
         self._changed = np.zeros(num_slots + 1, bool)
@@ -127,8 +126,7 @@ class Copies(Placement):
         self.note_all()
         self._versions = self._versions_below()
         self._sees_below = all(isinstance(below.rows(table.name), RowsInMemory) for table in self.tables)
-        """Whether changes below are noticed: rows in tensors have their numbers for slots, and torch counts what is not
-        a step."""
+        """Whether changes below are noticed: rows in tensors have their numbers for slots, and torch counts writes."""
         self.moved_bytes = 0
         """Bytes of rows that have crossed, either way."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotrow-swap")

@@ -68,8 +68,7 @@ class Announced(Generic[L]):
             found[1].release(updated=False)
 
     def forget_last(self, which: Callable[[L], bool]) -> bool:
-        """Ends the lease of that batch among `which` that was announced last, and is needed last; False if there is
-        none."""
+        """Ends the lease of the batch among `which` that was announced last; False if there is none."""
         last = next((own for own in reversed(self._leases.values()) if which(own[1])), None)
         if last is not None:
             self.forget(last[0])

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hotrow.base.door import open_file
@@ -45,7 +44,6 @@ from hotrow.placement.base import (
     Use,
 )
 from hotrow.placement.budget import (
-    MIN_ROWS,
     Memory,
     TableDemand,
     TableSlots,
@@ -132,7 +130,6 @@ class Tiers(Placement):
             _check_rows(table)
         self.tables, self.layout, self.memory, self.seed = tuple(tables), Layout.of(tables), memory, seed
         self.kernels = ops.KernelSet(self.layout)
-        self._pins = _pins(tables, memory.pins or {})
         self._place_bytes = [0.0] * len(tables)
         """By table, `TableDemand.place_bytes`; known when the tables are laid out."""
         if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
@@ -198,8 +195,6 @@ class Tiers(Placement):
     def _lay_out(self) -> None:
         demands, self.slots = self._plan()
         self._place_bytes = [demand.place_bytes for demand in demands]
-        pins = [ids[ids >= slots.pinned] for ids, slots in zip(self._pins, self.slots, strict=True)]
-        self._check_pins(pins)
         places = self.memory.plan_places(demands, self.slots)
         folders: list[OwnFolder] = []
         self.stores = []  # a try before this one may have opened some, which its finalizer closes
@@ -222,9 +217,6 @@ class Tiers(Placement):
                 store = open_cached_store(before, store)
             self.stores.append(store)
             self._add_cache(caches, table, slots, self.stores[-1])
-        ids, spans = _end_to_end(dict(enumerate(pins)))
-        # A flight that is never released: its rows never make room, and batches find them.
-        self._pinned, _ = caches.admit(ids, spans, True, torch.get_num_threads())  # noqa: FBT003
         self.caches = caches
 
     def _plan(self) -> tuple[list[TableDemand], list[TableSlots]]:
@@ -244,16 +236,6 @@ class Tiers(Placement):
             if given.writes != "auto":
                 raise
             return planned(replace(given, writes="in_place"))
-
-    def _check_pins(self, pins: Sequence[np.ndarray[Any, Any]]) -> None:
-        for table, slots, ids in zip(self.tables, self.slots, pins, strict=True):
-            least = min(MIN_ROWS, table.num_embeddings - slots.pinned - len(ids))
-            if len(ids) > max(0, slots.cached - least):
-                raise ValueError(
-                    f"Memory: pins names {len(ids):,} rows of table {table.name!r} behind its first {slots.pinned:,}; "
-                    f"its cache has {slots.cached:,} slots, and {least:,} of them are for batches: name "
-                    f"{len(ids) - max(0, slots.cached - least):,} rows fewer, or raise dram"
-                )
 
     def grow(self, table: TableConfig) -> None:
         """Puts `table` in place of the one of its name, which has fewer rows; the new rows are untouched.
@@ -319,8 +301,8 @@ class Tiers(Placement):
     def _demands(self) -> list[TableDemand]:
         records = map(self._record_bytes, self.tables)
         return [
-            TableDemand(table.name, table.num_embeddings, record_bytes, len(pins), own)
-            for table, record_bytes, pins, own in zip(self.tables, records, self._pins, self._place_bytes, strict=True)
+            TableDemand(table.name, table.num_embeddings, record_bytes, own)
+            for table, record_bytes, own in zip(self.tables, records, self._place_bytes, strict=True)
         ]
 
     @property
@@ -572,26 +554,6 @@ def _ids(rows: RowIds) -> Tensor:
 def _bits(values: Tensor) -> Tensor:
     """Returns the bits as integers, so that -0 differs from 0 and NaN equals itself."""
     return values.contiguous().view(torch.int32 if values.itemsize == 4 else torch.int16)
-
-
-def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[np.ndarray[Any, Any]]:
-    """Returns by table the rows that `Memory(pins=...)` names, rising, each once. Raises ValueError for bad ones."""
-    names = [table.name for table in tables]
-    for name in pins:
-        if name not in names:
-            raise ValueError(f"Memory: pins names table {name!r}; the tables are {', '.join(names)}")
-    found = []
-    for table in tables:
-        ids = np.unique(np.asarray(pins.get(table.name, np.empty(0, np.int64))))
-        if ids.size and ids.dtype.kind not in "iu":
-            raise ValueError(f"Memory: pins of table {table.name!r} are {ids.dtype}; they must be ids, integers")
-        bad = ids[(ids < 0) | (ids >= table.num_embeddings)]
-        if bad.size:
-            raise ValueError(
-                f"Memory: pins of table {table.name!r} has id {bad[0]}; its ids are 0 to {table.num_embeddings - 1:,}"
-            )
-        found.append(ids.astype(np.int64))
-    return found
 
 
 def _check_rows(table: TableConfig) -> None:

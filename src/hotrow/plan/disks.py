@@ -167,8 +167,7 @@ class _File:
 
 
 def measured(folders: Sequence[Path]) -> dict[str, Any]:
-    """Returns the figures of memory and of the disk of each folder; none if no folder is named, so that `doctor` is
-    quick then."""
+    """The figures of memory and of the disk of each folder; none, and quickly, if no folder is named."""
     if not folders:
         return {}
     if (reason := ops.backend().reason) is not None:

@@ -46,8 +46,7 @@ from hotrow.setup.setup import Setup
 
 WARM_UP, STEPS = 10, 50
 ENOUGH_S, MOST_S = 2.0, 8.0
-"""Quick steps are timed for ENOUGH_S, of which there are then more than STEPS; slow ones for MOST_S, but at least
-WARM_UP of them."""
+"""Quick steps are timed for ENOUGH_S, more than STEPS; slow ones for MOST_S, but at least WARM_UP of them."""
 MOST_DISK_BYTES = 4 << 30
 """Bytes of rows that a trial writes to disk. If tables have more there, it writes those with most accesses."""
 FIRST_EPOCH, LATER = "first epoch", "later epochs"

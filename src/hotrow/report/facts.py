@@ -1,7 +1,7 @@
 """What a report page is made of: the facts of one run, read from its folder without trusting a line of it.
 
-`read_lines` reads metrics.jsonl of a run that may have been killed, `coverage_of` reads the access counts of its
-dataset, `points` and `thin` make curves. page.py makes sentences, figures and charts of them.
+`read_lines` reads metrics.jsonl of a run that may have been killed, `points` and `thin` make curves. page.py makes
+sentences, figures and charts of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 from hotrow.base.door import read_file
 from hotrow.base.records import MAX_COUNT
 from hotrow.data.packed.format import DatasetInfo
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.objectives import DEFAULT, OBJECTIVES, objective_of
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
@@ -27,23 +26,9 @@ MAX_POINTS = 240
 """Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
 LARGEST = 1e100
 """Numbers beyond this are no figures of a run, and arithmetic on them overflows."""
-MAX_COUNTED_ROWS = 50_000_000
-"""Larger datasets have no curves here but in `hotrow inspect`: reading their counts would hold up the end of a run."""
-SHARES = tuple(float(f"{10.0 ** (power / 3):.3g}") for power in range(-15, 1))
-"""Shares of a table's rows at which its coverage is computed."""
 
 Line = Mapping[str, Any]
 Point = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coverage:
-    """What access counts say of a dataset's tables."""
-
-    tables: Mapping[str, Sequence[Point]]
-    """By table: (share of its rows, share of its training accesses that these rows take), most popular rows first."""
-    misses: Sequence[Point]
-    """(share of all rows, share of the accesses that miss) if the rows with most accesses are held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +47,6 @@ class RunFacts:
     """By purpose, such as "resume"."""
     options: Mapping[str, str] = field(default_factory=dict)
     """config.yaml, by dotted name; empty before the first step."""
-    coverage: Coverage | None = None
     info: DatasetInfo | None = None
     """dataset.json of what it trains on; None before it is known."""
     selection: Mapping[str, Any] | None = None
@@ -143,51 +127,13 @@ class Thinned(NamedTuple):
     """The most points that one point of the curve stands for; 1 if every point is drawn."""
 
 
-def thin(curve: Sequence[Point], most: int = MAX_POINTS) -> Thinned:
-    """Returns the curve with at most `most` points: buckets of as many points each, at their mean x and mean y."""
-    if len(curve) <= most:
+def thin(curve: Sequence[Point]) -> Thinned:
+    """Returns the curve with at most MAX_POINTS points: buckets of as many points each, at their mean x and mean y."""
+    if len(curve) <= MAX_POINTS:
         return Thinned(curve, (), 1)
-    size = math.ceil(len(curve) / most)
+    size = math.ceil(len(curve) / MAX_POINTS)
     buckets = [np.asarray(curve[start : start + size]) for start in range(0, len(curve), size)]
     xs = [float(bucket[:, 0].mean()) for bucket in buckets]
     means = [(x, float(bucket[:, 1].mean())) for x, bucket in zip(xs, buckets, strict=True)]
     ends = [(x, float(bucket[:, 1].min()), float(bucket[:, 1].max())) for x, bucket in zip(xs, buckets, strict=True)]
     return Thinned(means, ends, size)
-
-
-def coverage_of(dataset: Mapping[str, Any] | None) -> Coverage | None:
-    """Returns what the counts of a run's dataset say; None if it is gone, has changed, is large or carries no counts.
-
-    dataset: `dataset` of run.json.
-    """
-    if dataset is None:
-        return None
-    try:
-        found = PackedDataset.open(str(dataset["path"]))
-        if found.checksum != dataset["checksum"] or not found.has_counts:
-            return None
-        if sum(table.num_embeddings for table in found.info.tables) > MAX_COUNTED_ROWS:
-            return None
-        return coverage({table.name: found.counts(table.name) for table in found.info.tables})
-    except (OSError, ValueError):
-        return None
-
-
-def coverage(counts: Mapping[str, Any]) -> Coverage | None:
-    """Returns the curves of tables from the accesses of each row. Row 0 stands for rare ids and may come first."""
-    tables, parts = {}, []
-    for name, of_rows in counts.items():
-        edges = sorted({min(len(of_rows) - 1, round(share * len(of_rows))) for share in (0.0, *SHARES[:-1])})
-        sums = np.add.reduceat(np.sort(np.asarray(of_rows))[::-1], edges, dtype=np.uint64).astype(np.float64)
-        rows = np.diff([*edges, len(of_rows)])
-        parts.append(np.stack([rows, sums], axis=1))
-        if total := sums.sum():
-            shares = np.cumsum(rows) / len(of_rows)
-            tables[name] = [(float(x), float(y)) for x, y in zip(shares, np.cumsum(sums) / total, strict=True)]
-    if not tables:
-        return None
-    every = np.concatenate(parts)
-    every = every[np.argsort(-every[:, 1] / every[:, 0], kind="stable")]
-    held, hits = np.cumsum(every, axis=0).T / every.sum(axis=0)[:, None]
-    curve = thin([(float(x), float(1 - y)) for x, y in zip(held, hits, strict=True)], 80).curve
-    return Coverage(tables=tables, misses=[(0.0, 1.0), *curve])

@@ -15,7 +15,6 @@ from hotrow.report.shapes import HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curve
 
 SPLITS = {"val": "validation"}
 """Names of splits for people, if they differ."""
-SEGMENTED = "The same model, judged on the rows of each value of columns that have few values and give much."
 KEPT, MAX_GAINS = "kept weights", 20
 """Bars of the picture of gains; the table of columns has them all."""
 
@@ -36,41 +35,24 @@ def metrics_of(run: RunFacts) -> dict[str, Any]:
     return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
 
 
-def learning(runs: Sequence[RunFacts]) -> list[Chart]:
-    """Returns the loss and the other measures over steps; of several runs, a line for each."""
-    several = len(runs) > 1
+def learning(run: RunFacts) -> list[Chart]:
+    """Returns the loss and the other measures over steps."""
 
-    def lines(kind: str, field: str, splits: Mapping[str | None, str]) -> dict[str, list[Point]]:
-        return {
-            " ".join(part for part in (run.name if several else "", name) if part) or field: points(
-                run.lines, kind, field, split=split
-            )
-            for run in runs
-            for split, name in splits.items()
-        }
+    def evaluated(field: str) -> dict[str, list[Point]]:
+        curves = {name: points(run.lines, "eval", field, split=split) for split, name in splits.items()}
+        return curves | {KEPT: [point for point in curves["validation"] if point[0] == run.record.get("chosen_step")]}
 
-    def kept(field: str) -> dict[str, list[Point]]:
-        chosen = None if several else runs[0].record.get("chosen_step")
-        curve = points(runs[0].lines, "eval", field, split="val")
-        return {KEPT: [point for point in curve if point[0] == chosen]}
-
-    of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
-    losses = lines("train", "loss", {None: "" if several else ", ".join(["training", *_options_of_loss(runs[0])])})
-    measures = measures_of(runs)
-    loss = runs[0].objective.loss_figure
-    losses |= {} if several else lines("eval", loss, of_splits)
-    judged: dict[str | None, str] = {"val": ""} if several else of_splits
-    of = " of the validation split" if several else ""
-    titles = dict.fromkeys(run.objective.loss_title for run in runs)
-    losses |= kept(loss)
-    charts = [curves_chart(losses, y_label=" or ".join(titles), label="Loss over steps", dashed=[KEPT])]
-    for field, measure in measures.items():
-        if all(field != run.objective.loss_figure for run in runs):
-            name = (measure.name or measure.title) + of
+    splits = {"val": "validation", "test": "test"}
+    loss = run.objective.loss_figure
+    losses = {", ".join(["training", *_options_of_loss(run)]): points(run.lines, "train", "loss"), **evaluated(loss)}
+    charts = [curves_chart(losses, y_label=run.objective.loss_title, label="Loss over steps", dashed=[KEPT])]
+    for field, measure in run.objective.measures.items():
+        if field != loss:
+            name = measure.name or measure.title
             caption = f"{name}: {measure.meaning}" if measure.meaning else ""
-            curves = lines("eval", field, judged) | kept(field)
+            label = f"{name} over steps"
             charts.append(
-                curves_chart(curves, y_label=measure.title, label=f"{name} over steps", caption=caption, dashed=[KEPT])
+                curves_chart(evaluated(field), y_label=measure.title, label=label, caption=caption, dashed=[KEPT])
             )
     return charts
 
@@ -80,11 +62,6 @@ def _options_of_loss(run: RunFacts) -> list[str]:
     defaults = {name: str(getattr(run.objective, name)) for name in run.objective.loss_options}
     given = {name: run.options.get(f"train.{name}", default) for name, default in defaults.items()}
     return [f"{name} {value}" for name, value in given.items() if value != defaults[name]]
-
-
-def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:
-    """Returns the measures by which any of the runs is judged."""
-    return {name: measure for run in runs for name, measure in run.objective.measures.items()}
 
 
 # ---- columns
@@ -216,31 +193,6 @@ def score_charts(run: RunFacts) -> list[Chart]:
         Chart(spread, f"Distribution of {of}; scores are the {score}."),
         Chart(calibration, f"Calibration: where the lines part, scores are too high or too low.{fitted}"),
     ]
-
-
-def segment_grids(run: RunFacts) -> Sequence[Grid]:
-    """Returns the measures of the rows of each value of a column with few values."""
-    segments = mapping_in(run.record, "scores", "segments")
-    known = {name for groups in segments.values() for group in groups for name in group["figures"]}
-    measures = {name: measure for name, measure in run.objective.measures.items() if name in known}
-    heads = ["rows", "mean label", "mean score", "score / label", *(measure.title for measure in measures.values())]
-    found = []
-    for name, groups in segments.items():
-        rows: list[list[Cell | str]] = []
-        for group in groups:
-            ratio = group["score"] / group["label"] if group["label"] else None
-            means = [Cell(f"{group[what]:.4g}", group[what]) for what in ("label", "score")]
-            figures = [Cell(shown(number_in(group, "figures", each), ".4f")) for each in measures]
-            rows.append([group["value"], Cell(f"{group['num_rows']:,}"), *means, Cell(shown(ratio, ".3f")), *figures])
-        found.append(([name, *heads], rows))
-    return found
-
-
-def statistic_grid(run: RunFacts) -> Grid:
-    """Returns by statistic the share of scored rows whose value training has seen."""
-    shares = mapping_in(run.record, "scores", "statistics")
-    rows: list[list[Cell | str]] = [[name, percent(seen), percent(many)] for name, (seen, many) in shares.items()]
-    return ["statistic of", "rows whose value training has seen", "ten times or more"], rows
 
 
 # ---- what was kept

@@ -1,4 +1,4 @@
-"""The HTML page of one run, or of several side by side: sentences and figures first, then charts, tables, commands."""
+"""The HTML page of one run: sentences and figures first, then charts, tables, commands."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration, num_of
-from hotrow.draw import line_chart, load_template, stacked_bars
-from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points
+from hotrow.draw import load_template, stacked_bars
+from hotrow.report.facts import RunFacts, mapping_in, number_in, phase_points, points
 from hotrow.report.model import (
-    SEGMENTED,
     SPLITS,
     column_grid,
     column_text,
@@ -22,25 +21,19 @@ from hotrow.report.model import (
     kept_text,
     learning,
     left_out_grid,
-    measures_of,
     metrics_of,
     model_figures,
     score_charts,
-    segment_grids,
-    statistic_grid,
     steps_of,
 )
-from hotrow.report.shapes import DASH, HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curves_chart, percent, shown
+from hotrow.report.shapes import DASH, WIDTH, Cell, Chart, Figure, Grid, curves_chart, percent, shown
 
 NAME = "report.html"
-MAX_BARS = 24
-"""Tables in the picture of where rows lie; smaller ones share a bar. The table below it names them all."""
-MAX_CURVES = 12
 
 
-def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
-    """Writes the page of `runs` to `path`; returns its bytes. Raises OSError if the disk is full."""
-    page = report_page(runs).encode()
+def write_report(path: Path, run: RunFacts) -> int:
+    """Writes the page of `run` to `path`; returns its bytes. Raises OSError if the disk is full."""
+    page = report_page(run).encode()
     with atomic_write(path) as file:
         file.write(page)
     return len(page)
@@ -52,15 +45,14 @@ def is_report(path: Path) -> bool:
         return b'<meta name="generator" content="hotrow report">' in file.read(1024)
 
 
-def report_page(runs: Sequence[RunFacts]) -> str:
+def report_page(run: RunFacts) -> str:
     """Returns the HTML page. Text is escaped."""
-    template = load_template("report/report.html")
-    return str(template.render(runs=[view(run) for run in runs], compared=compare(runs) if len(runs) > 1 else None))
+    return str(load_template("report/report.html").render(view(run)))
 
 
 def view(run: RunFacts) -> dict[str, Any]:
     """Returns what the template shows of a run: the model first, then speed and memory."""
-    segments, (ended, good, time) = segment_grids(run), sentences(run)
+    ended, good, time = sentences(run)
     return {
         "name": run.name,
         "sentences": [ended, good, *how_selected(run)],
@@ -71,18 +63,16 @@ def view(run: RunFacts) -> dict[str, Any]:
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
             ("What each column gives", [gain_chart(run)], [], gain_text(run)),
             ("Scores", score_charts(run), [], ""),
-            ("Segments", [], segments, SEGMENTED if segments else ""),
-            ("Statistics of the label", [], [statistic_grid(run)], ""),
-            ("How it learned", learning([run]), [], kept_text(run)),
+            ("How it learned", learning(run), [], kept_text(run)),
         ),
         "time": time,
         "speed": speed_figures(run),
         "machine": _sections(
             ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
             ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
-            ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
+            ("Where rows lie", [], [table_grid(run.record)], where_text(run.record)),
             ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
-            ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run)], ""),
+            ("Hot and cold phases", hot_charts(run), [hot_grid(run.record)], ""),
             ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
         ),
         "commands": run.commands,
@@ -332,51 +322,11 @@ def of_tables(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {name: table for name, table in tables.items() if isinstance(table, Mapping)}
 
 
-def rows_by_place(table: Mapping[str, Any], on_device: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the rows of a table by where they lie."""
+def rows_by_place(table: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Returns the rows of a table that are pinned in DRAM, cached there, and on disk."""
     rows, pinned, cached = (number_in(table, name) or 0.0 for name in ("rows", "pinned", "cached"))
-    device = (number_in(on_device, "pinned") or 0.0) + (number_in(on_device, "cached") or 0.0)
     cached = min(cached, max(0.0, rows - pinned))
-    parts = {"pinned in DRAM": pinned, "cached in DRAM": cached, "on disk": max(0.0, rows - pinned - cached)}
-    return ({"also on the device": min(device, rows)} if device else {}) | parts
-
-
-def where_rows_lie(run: RunFacts) -> Chart:
-    """Returns the picture of where rows lie: a bar for each table, the largest first."""
-    tables = of_tables(run.record)
-    hbm = mapping_in(run.record, "memory", "hbm", "tables")
-    placed = {name: rows_by_place(table, mapping_in(hbm, name)) for name, table in tables.items()}
-    for bar in placed.values():
-        bar.pop("also on the device", None)  # copies: rows lie in DRAM or on disk too
-    # Tables that lie in DRAM whole look all the same, so they share a bar.
-    split = sorted((name for name in placed if placed[name]["on disk"]), key=lambda name: -sum(placed[name].values()))
-    groups = {name: [name] for name in split[:MAX_BARS]}
-    groups |= {f"{len(split) - MAX_BARS} others": split[MAX_BARS:]} if len(split) > MAX_BARS else {}
-    if whole := [name for name in placed if not placed[name]["on disk"]]:
-        groups[f"{len(whole)} whole in DRAM"] = whole
-    parts = ("pinned in DRAM", "cached in DRAM", "on disk")
-    bars = {
-        name: {part: sum(placed[table][part] for table in group) for part in parts}
-        for name, group in {"all tables": list(placed), **groups}.items()
-    }
-    return Chart(
-        stacked_bars(
-            bars,
-            form=count,
-            whole=True,
-            width=WIDTH,
-            label="where the rows of each table lie",
-        ),
-        "Rows by where they lie, largest table first; each bar is a whole table, with its rows at the end. "
-        "Cached rows change as batches need them.",
-    )
-
-
-def count(value: float) -> str:
-    for unit, at in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if value >= at:
-            return f"{value / (1e3 if unit == 'k' else at):.3g}{unit}"
-    return f"{value:,.0f}"
+    return pinned, cached, max(0.0, rows - pinned - cached)
 
 
 def where_text(record: Mapping[str, Any]) -> str:
@@ -389,8 +339,7 @@ def where_text(record: Mapping[str, Any]) -> str:
 def table_grid(record: Mapping[str, Any]) -> Grid | None:
     rows: list[list[Cell | str]] = []
     for name, table in of_tables(record).items():
-        places = rows_by_place(table, {})
-        counts = [Cell(f"{number_in(table, 'rows') or 0:,.0f}"), *(Cell(f"{n:,.0f}") for n in places.values())]
+        counts = [Cell(f"{n:,.0f}") for n in (number_in(table, "rows") or 0, *rows_by_place(table))]
         hits = [percent(number_in(table, field)) for field in ("hits_per_lookup", "hits_per_row")]
         moved = [num_bytes(number_in(table, field)) for field in ("read_bytes", "written_bytes")]
         rows.append([name, *counts, *hits, *moved, Cell(str(table.get("store", "")))])
@@ -403,38 +352,11 @@ def num_bytes(value: float | None) -> Cell:
 
 
 def hit_charts(run: RunFacts) -> list[Chart]:
-    """Returns hit rates over time, and what the dataset's counts say of any memory."""
+    """Returns hit rates over time."""
     fields = {"hits_per_lookup": "per lookup", "hits_per_row": "per different row of a batch"}
     fields |= {"hbm_hits_per_row": "on the device, per different row"}
     curves = {name: points(run.lines, "train", field) for field, name in fields.items()}
-    charts = [curves_chart(curves, y_label="share found", share=True, label="Rows found in memory, over steps")]
-    if (coverage := run.coverage) is None:
-        return charts
-    lines: dict[str, Sequence[Point]] = {"most popular rows held": coverage.misses[1:]}
-    tables = of_tables(run.record).values()
-    rows = sum(number_in(table, "rows") or 0 for table in tables)
-    held = sum((number_in(table, "pinned") or 0) + (number_in(table, "cached") or 0) for table in tables)
-    hits = number_in(run.record, "memory", "hits_per_lookup")
-    if rows and hits is not None:
-        lines["this run, measured"] = [(held / rows, 1 - hits)]
-    largest = sorted(coverage.tables, key=lambda name: -len(coverage.tables[name]))[:MAX_CURVES]
-    misses = line_chart(
-        lines, x_label="share of all rows held in memory", y_label="share of lookups that miss",
-        width=WIDTH, height=HEIGHT, label="misses by memory, from the dataset's access counts",
-    )  # fmt: skip
-    covered = line_chart(
-        {name: coverage.tables[name] for name in largest},
-        x_label="share of the table's rows", y_label="share of its accesses", width=WIDTH, height=HEIGHT,
-        label="coverage: share of accesses that the most popular rows take",
-    )  # fmt: skip
-    text = "Misses if the rows with most accesses in training are held, from the dataset's counts"
-    more = ", and what this run measured." if "this run, measured" in lines else "."
-    of = "" if len(coverage.tables) <= MAX_CURVES else f", {MAX_CURVES} of {len(coverage.tables)} tables"
-    return [
-        *charts,
-        Chart(misses, text + more),
-        Chart(covered, f"Coverage: how few rows take most accesses{of}, from the dataset's counts."),
-    ]
+    return [curves_chart(curves, y_label="share found", share=True, label="Rows found in memory, over steps")]
 
 
 def tier_grid(record: Mapping[str, Any]) -> Grid | None:
@@ -473,14 +395,6 @@ def hot_grid(record: Mapping[str, Any]) -> Grid | None:
         [name.replace("_", " "), Cell(forms.get(name, any_text)(value))] for name, value in plain.items()
     ]
     return ["hot rows", "value"], rows
-
-
-def swap_grid(run: RunFacts) -> Grid | None:
-    swaps = mapping_in(run.record, "hot").get("swaps")
-    swaps = [swap for swap in swaps if isinstance(swap, Mapping)] if isinstance(swaps, list) else []
-    fields = ("step", "turn", run.objective.loss_figure, "rate", "next_rate")
-    rows = [[any_text(swap.get(field)) for field in fields] for swap in swaps[-200:]]
-    return ["step", "phase", run.objective.loss_title, "rate", "next rate"], rows
 
 
 def any_text(value: Any) -> str:
@@ -545,53 +459,4 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
         "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
         "lines_left_out": run.lines_left_out,
-    }
-
-
-# ---- side by side
-
-
-def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """Returns what the template shows of several runs together."""
-    measures = measures_of(runs)
-    titles = [measure.title for measure in measures.values()]
-    heads = ["run", "status", "steps", "split", *titles, "samples/s", "ms a step", "DRAM", "on disk"]
-    heads += ["hits / lookup", "waiting", "to the drive", "warnings"]
-    rows: list[list[Cell | str]] = []
-    for run in runs:
-        told, record = summary(run), run.record
-        total = sum(step_ms_of(run).values())
-        quality = [Cell(shown(told.get(name), ".4f")) for name in measures]
-        memory = [num_bytes(number_in(record, "memory", field)) for field in ("dram_bytes", "disk_bytes")]
-        shares = [percent(number_in(record, "memory", field)) for field in ("hits_per_lookup", "stall_share")]
-        rows.append(
-            [
-                run.name,
-                Cell(told["status"]),
-                Cell(f"{told['steps']:,}"),
-                Cell(told["split"]),
-                *quality,
-                Cell(shown(told["samples_per_s"], ",.0f")),
-                Cell(f"{total:.3g}" if total else DASH),
-                *memory,
-                *shares,
-                num_bytes(number_in(record, "memory", "drive_written_bytes")),
-                Cell(f"{told['warnings']:,}"),
-            ]
-        )
-    bars = named_phases({run.name: step_ms_of(run) for run in runs})
-    steps = Chart(
-        stacked_bars(bars, form=ms, width=WIDTH, label="milliseconds of a step by phase, by run"),
-        "Milliseconds of a step by phase, mean over the run.",
-    )
-    options = list(dict.fromkeys(name for run in runs for name in run.options))
-    differing = [
-        [name, *(Cell(run.options.get(name, "")) for run in runs)]
-        for name in options
-        if len({run.options.get(name, "") for run in runs}) > 1 and name != "run"
-    ]
-    return {
-        "grid": (heads, rows),
-        "charts": [chart for chart in [*learning(runs), steps] if chart.svg],
-        "differing": (["option", *(run.name for run in runs)], differing),
     }

@@ -35,7 +35,6 @@ from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.graph import DenseGraph
 from hotrow.run.items import Items
-from hotrow.run.mean import Mean
 from hotrow.run.record import read_extra
 from hotrow.run.schedule import Schedule
 from hotrow.setup.demand import tables_of
@@ -79,8 +78,6 @@ class Parts:
     """The largest norm of a step's gradients; if None, there is no limit."""
     items: Items | None = None
     """What the model finds, if it finds items."""
-    mean: Mean | None = None
-    """If None, scores are those of the newest weights."""
     graph: DenseGraph | None = None
     """Replays what the model computes in a step; if None, Python launches it."""
 
@@ -92,15 +89,9 @@ class Parts:
         return batch if self.items is None else replace(batch, label=self.items.labels(batch))
 
     def with_state(self) -> dict[str, Part]:
-        """Returns the parts that a checkpoint holds, by the names of their files: as `model` the one that scores."""
-        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items", "mean", "graph")
-        found = {name: part for name, part in vars(self).items() if name not in others}
-        return found if self.mean is None else {**found, "model": self.mean.network, "trained": self.model}
-
-    @property
-    def scoring(self) -> Network:
-        """The model that scores."""
-        return self.model if self.mean is None else self.mean.network
+        """Returns the parts that a checkpoint holds, by the names of their files."""
+        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items", "graph")
+        return {name: part for name, part in vars(self).items() if name not in others}
 
 
 def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[EmbeddingCollection, Network]:
@@ -144,7 +135,6 @@ def build(setup: Setup, comm: Communicator | None = None, *, stop: Callable[[], 
         exchange=exchange,
         clip_norm=setup.config.train.clip_norm,
         items=Items.of(setup.dataset, model.item_features) if model.retrieves else None,
-        mean=None if setup.config.train.ema is None else Mean(model, setup.config.train.ema),
         graph=DenseGraph.of(model, setup.dense),
     )
 

@@ -146,8 +146,7 @@ def _writing(comm: Communicator, folder: Path, function: Callable[[], T]) -> T:
 
 
 def _explained(comm: Communicator, folder: Path, function: Callable[[], T]) -> Callable[[], T]:
-    """`function`, which writes to `folder`, with an error that says what is kept if the disk of a rank is full. Alone,
-    the caller says it."""
+    """`function`, with an error that says what is kept if the disk of a rank is full; alone, the caller says it."""
 
     def explaining() -> T:
         with explain_full_disk(folder, "saving a checkpoint", "Earlier checkpoints are kept.", "resume the run"):
@@ -208,8 +207,7 @@ def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, anew: bo
 
 
 def _begin_with(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, grown: bool) -> set[tuple[str, str]]:
-    """Lets tables in tiers that are as they were made read the checkpoint's files; returns part and table of each chain
-    whose rows are there now."""
+    """Lets untouched tables in tiers read the checkpoint's files; returns part and table of each such chain."""
     there: set[tuple[str, str]] = set()
     for emb in (part for part in parts.values() if isinstance(part, EmbeddingCollection)):
         changes = emb.placement.changes

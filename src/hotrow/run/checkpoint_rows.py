@@ -208,8 +208,7 @@ def _added(changes: Changes, table: str, chain: Chain | None, num_rows: int) -> 
 
 
 def _num_changed_of(changes: Changes, table: str, chain: Chain | None, num_rows: int) -> int:
-    """Returns how many rows of `_added` have changed, so that a new link has them. Collective if the table has a
-    `Changes.writer`."""
+    """How many rows of `_added` have changed. Collective if the table has a `Changes.writer`."""
     if not (added := _added(changes, table, chain, num_rows)):
         return 0
     return sum(int((rows >= added.start).sum()) for rows in changes.changed_rows(table, ever=False))

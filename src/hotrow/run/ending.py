@@ -23,7 +23,7 @@ def finish(training: Training) -> None:
         chosen, val = state.best_step, state.best
         best = training.folder.checkpoints / f"step-{chosen}"
         with training.aside():
-            load_checkpoint(best, {"embedding": training.parts.embedding, "model": training.parts.scoring})
+            load_checkpoint(best, {"embedding": training.parts.embedding, "model": training.parts.model})
     judged = {split: training.parts.objective.metrics() for split in ("val", "test") if training.has(split)}
     metrics = {"val": val} if val else {}
     if "val" in judged and not val:
@@ -70,7 +70,7 @@ def _calibrate(training: Training, judged: Metrics | None, step: int) -> Calibra
         found = replace(selected, step=step, from_selection=True)
     training.say(f"calibration: {found.line()}")
     if training.has("test"):
-        found.follow(training.parts.scoring)
+        found.follow(training.parts.model)
     return found
 
 
@@ -94,7 +94,7 @@ def _look_at_scores(training: Training, split: str, judged: Metrics) -> None:
         with training.aside():
             gained = gains(training.parts, own, train_s=training.state.train_s, is_first=first)
         if first:
-            found = scores_of(training.dataset, split, training.parts.objective, judged.rows(), gained)
+            found = scores_of(split, training.parts.objective, judged.rows(), gained)
             training.folder.update(scores=found)
     except (OSError, ValueError) as error:
         training.warn("scores_not_looked_at", f"the report will not say what columns give: {error}", count=1)

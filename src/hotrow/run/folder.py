@@ -39,7 +39,7 @@ from hotrow.base.records import Document, flat
 from hotrow.config.load import parse_yaml
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.report.facts import RunFacts, coverage_of, read_lines
+from hotrow.report.facts import RunFacts, read_lines
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import write_report
 from hotrow.run.checkpoint_rows import link_or_copy
@@ -273,7 +273,6 @@ class RunFolder:
             is_training=self.is_training(),
             commands=self.commands(),
             options=self.options(),
-            coverage=coverage_of(record["dataset"]),
             info=info,
             selection=selection,
         )
@@ -281,7 +280,7 @@ class RunFolder:
     def report(self) -> None:
         """Writes report.html. A page is never worth a run: if it cannot be written, that is a counted warning."""
         try:
-            write_report(self.path / REPORT, [self.facts()])
+            write_report(self.path / REPORT, self.facts())
         except Exception as error:  # a full disk, or a bug
             cure = f"hotrow report {shlex.quote(str(self.path))}"
             text = f"{REPORT} was not written ({type(error).__name__}: {error}); to try again: {cure}"

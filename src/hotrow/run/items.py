@@ -33,8 +33,7 @@ Places: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Items:
-    """The items of a dataset's training rows. Memory: 8 bytes for each row of the table of ids, 8 for each feature of
-    an item."""
+    """The items of a dataset's training rows. Memory: 8 bytes a row of the table of ids and a feature of an item."""
 
     names: tuple[str, ...]
     """The features of an item, its id first."""

@@ -69,8 +69,7 @@ def warning(text: str, code: str, times: int | None = None) -> Iterable[Notice]:
 
 
 class LoopPart(Protocol):
-    """What counts or acts between the steps of a run, at these moments. Each method does nothing unless a part defines
-    it."""
+    """What counts or acts between the steps of a run, at these moments; by default each method does nothing."""
 
     def after_step(self, batch: Batch, loss: float | None) -> Told:
         """Counts or acts after a step on `batch`; returns what the user should know. loss: None if it was skipped."""

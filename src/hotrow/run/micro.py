@@ -89,8 +89,7 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, step: int, total: T
 
 
 def _loss(parts: Parts, outputs: Tensor, batch: Batch, own: slice = slice(None)) -> Tensor:
-    """Returns the loss of the samples `own`, 0-dim; of several members the sum, so that each of them trains as it would
-    alone."""
+    """The loss of the samples `own`, 0-dim; of several members the sum, so that each trains as it would alone."""
     labels_BL = batch.labels[own].to(outputs.device)
     weight_B = None if batch.weight is None else batch.weight[own].to(outputs.device)
     members = outputs if parts.model.num_members > 1 else [outputs]

@@ -79,10 +79,6 @@ class Group:
     """The mean of the scores."""
     label: FiniteFloat
     """The mean of the labels."""
-    value: str = ""
-    """What the rows of a segment have in common."""
-    figures: dict[str, FiniteFloat | None] = field(default_factory=dict)
-    """The measures of a segment."""
 
 
 @record(config=STRICT)
@@ -96,15 +92,10 @@ class Scores:
     """`bins`: their edges; by kind of row, its share in each."""
     tenths: list[Group]
     """Tenths of the rows, by rising score."""
-    segments: dict[str, list[Group]]
-    """By feature, the rows of each value."""
     gains_rows: Count
     """Rows that `gains` were found on."""
     gains: dict[str, Gain]
     """By column."""
-    statistics: dict[str, tuple[Amount, Amount | None]]
-    """By statistic, the share of rows whose value training has seen, and that of values seen ten times or more; None
-    if that cannot be told."""
 
 
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the scores of a finished run show a modeller: what each column gives, calibration, segments, seen statistics.
+"""What the scores of a finished run show a modeller: what each column gives, how scores lie, calibration.
 
 All of it is of the split that the run is judged by, and is kept in run.json for the report. Nothing here changes a
 weight or draws from a generator that training uses.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 
 from hotrow.data.packed.format import Feature
 from hotrow.data.packed.loader import Loader
-from hotrow.data.packed.reader import PackedDataset, Split
+from hotrow.data.packed.reader import Split
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import SeveralLabels
-from hotrow.report.columns import Column, columns_of, schema_of
+from hotrow.report.columns import Column, columns_of
 from hotrow.run.build import Parts, look_up
 from hotrow.run.record import Gain, Group, Scores
 from hotrow.setup.beside import EVAL_BATCH_SIZE
@@ -34,15 +33,10 @@ STRETCHES = 20
 MIN_SECONDS, MAX_SHARE = 2.0, 0.05
 """Gains may take so many seconds, or so large a share of the training time if that is more."""
 MAX_ROWS = 1 << 20
-"""Rows, evenly spread over the split, of which distributions and segments are made."""
+"""Rows, evenly spread over the split, of which distributions are made."""
 BINS, TENTHS = 25, 10
-MIN_SEGMENT_ROWS, MAX_VALUES, MAX_SEGMENTED = 200, 12, 3
-MAX_TABLE_ROWS = 64
-"""The values of a larger table may be people, whom no report names."""
-LEAST_EVIDENCE = 1e-6
-"""A statistic of a value that training has not seen is 0 but for rounding."""
-MANY = 10
-NOTHING, RARE, OTHERS, MAX_NAME = Gain(0.0, 0.0), "rare or never seen", "all other values", 80
+MIN_GAIN_ROWS = 200
+"""Rows that gains are found on at least, if there are so many."""
 
 
 @torch.no_grad()
@@ -70,7 +64,7 @@ def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tupl
     before = inputs.losses()
     every = math.ceil((time.monotonic() - began) * SHUFFLES * len(columns) / seconds)
     if every > 1:
-        most = max(1, inputs.num_rows // MIN_SEGMENT_ROWS)
+        most = max(1, inputs.num_rows // MIN_GAIN_ROWS)
         inputs = inputs.of_rows(torch.arange(0, inputs.num_rows, min(every, most)))
         before = inputs.losses()
     generator, risen = np.random.default_rng(0), dict[str, list[NDArray[np.float64]]]()
@@ -124,7 +118,7 @@ class _Inputs:
     def losses(self) -> NDArray[np.float64]:
         """Returns the loss of each of at most STRETCHES parts of the rows."""
         objective, num_parts = self.parts.objective, min(STRETCHES, self.num_rows)
-        outputs_B = self.parts.dense.outputs(self.parts.scoring, self.dense, self.rows).cpu().numpy()
+        outputs_B = self.parts.dense.outputs(self.parts.model, self.dense, self.rows).cpu().numpy()
         label_B = self.labels > 0 if objective.label == "binary" else self.labels
         columns: list[Any] = [outputs_B, label_B, *([] if self.weights is None else [self.weights])]
         each = [objective.measured(*(own[k::num_parts] for own in columns)) for k in range(num_parts)]
@@ -165,7 +159,6 @@ def _bags(bags: tuple[Tensor, Tensor], order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores_of(
-    dataset: PackedDataset,
     split: str,
     objective: Objective,
     judged: tuple[NDArray[np.float32], NDArray[Any], NDArray[np.float32] | None],
@@ -180,29 +173,14 @@ def scores_of(
         objective, outputs, labels = objective.base, outputs[:, 0], labels[:, 0]
     scores = objective.scores(torch.from_numpy(outputs)).double().numpy()
 
-    def group(rows: NDArray[Any], value: str = "", *, judge: bool = False) -> Group:
+    def group(rows: NDArray[Any]) -> Group:
         own = weights[rows] if weights is not None and weights[rows].any() else None
-        found = objective.measured(outputs[rows], labels[rows], own) if judge else {}
-        names = [name for name in objective.measures if name in found]
-        figures = {name: None if math.isnan(found[name]) else float(found[name]) for name in names}
         score, label = (float(np.average(each[rows].astype(np.float64), weights=own)) for each in (scores, labels))
-        return Group(len(rows), score, label, value, figures)
+        return Group(len(rows), score, label)
 
-    own = dataset.split(split)
     order, (num_rows, by_column) = np.argsort(scores, kind="stable"), gained
-    return Scores(
-        split,
-        group(order),
-        _histogram(scores, labels),
-        [group(tenth) for tenth in np.array_split(order, min(TENTHS, len(order)))],
-        {
-            name: [group(np.flatnonzero(ids == row), value, judge=True) for row, value in values.items()]
-            for name, ids, values in _segmented(dataset, own, every, by_column)
-        },
-        num_rows,
-        by_column,
-        dict(_seen(dataset, own, every)),
-    )
+    tenths = [group(tenth) for tenth in np.array_split(order, min(TENTHS, len(order)))]
+    return Scores(split, group(order), _histogram(scores, labels), tenths, num_rows, by_column)
 
 
 def _histogram(scores: NDArray[np.float64], labels: NDArray[Any]) -> dict[str, list[float]]:
@@ -219,87 +197,3 @@ def _histogram(scores: NDArray[np.float64], labels: NDArray[Any]) -> dict[str, l
         name: np.histogram(np.clip(own, low, high), edges)[0] / len(own) for name, own in kinds.items() if len(own)
     }
     return {"bins": edges.tolist(), **{name: own.tolist() for name, own in shares.items()}}
-
-
-def _segmented(
-    dataset: PackedDataset, split: Split, every: int, by_column: Mapping[str, Gain]
-) -> Iterator[tuple[str, NDArray[Any], dict[int, str]]]:
-    """Yields the features that divide the rows into few segments, those of the columns that give most first: name, row
-    of the table by scored row [n], and the value that each row of the table stands for."""
-    info, num_found = split.info, 0
-    columns = sorted(columns_of(info).items(), key=lambda item: -by_column.get(item[0], NOTHING).increase)
-    places = {feature.name: place for place, feature in enumerate(info.features)}
-    for name in dict.fromkeys(name for _, column in columns for name in column.features):
-        feature = info.features[places[name]]
-        table = info.table_by_name[feature.table]
-        if feature.kind != "one_hot" or table.vocabulary is None or table.num_embeddings > MAX_TABLE_ROWS:
-            continue
-        ids = _strided(split, every, "ids", places[name])
-        large = np.flatnonzero(np.bincount(ids) >= MIN_SEGMENT_ROWS)
-        if 2 <= len(large) <= MAX_VALUES and num_found < MAX_SEGMENTED:
-            num_found += 1
-            values = _values(dataset, feature, large.tolist())
-            ids = np.where(np.isin(ids, large), ids, -1)
-            yield name, ids, values | ({-1: OTHERS} if (ids < 0).any() else {})
-
-
-def _strided(split: Split, every: int, kind: Literal["dense", "ids"], place: int) -> NDArray[Any]:
-    """Returns one in `every` values of a column of a split."""
-    starts = np.cumsum(split.block_rows) - split.block_rows
-    columns = (getattr(split.block(index), kind)[place] for index in range(split.num_blocks))
-    return np.concatenate([own[-int(start) % every :: every] for own, start in zip(columns, starts, strict=True)])
-
-
-def _values(dataset: PackedDataset, feature: Feature, rows: Sequence[int]) -> dict[int, str]:
-    """Returns the raw values of rows of a feature's table, numbers in their order."""
-    table = dataset.info.table_by_name[feature.table]
-    names, found = {0: RARE, table.missing_row: "missing"}, list[tuple[int, int, str]]()
-    schema = schema_of(dataset.info)
-    specs = () if schema is None else schema.categorical
-    cuts = next((spec.buckets for spec in specs if spec.column == feature.name), None)
-    for keys, numbers in dataset.vocabulary(table.name).entries():
-        for place in np.flatnonzero(np.isin(numbers, rows)):
-            row = int(numbers[place])
-            if keys.offsets is None:
-                found.append((int(keys.values[place]), row, _bucket(int(keys.values[place]), cuts)))
-            else:
-                start, stop = keys.offsets[place : place + 2]
-                text = keys.values[start:stop].tobytes().decode(errors="replace")
-                found.append((row, row, text[:MAX_NAME]))
-    return {row: text for _, row, text in sorted(found)} | {row: names[row] for row in rows if row in names}
-
-
-def _bucket(key: int, cuts: Sequence[float] | None) -> str:
-    """Returns the range of a bucket; the key itself if ids are no buckets."""
-    if not cuts or not 0 <= key <= len(cuts):
-        return str(key)
-    if key == 0:
-        return f"below {cuts[0]:g}"
-    return f"from {cuts[-1]:g}" if key == len(cuts) else f"{cuts[key - 1]:g} to {cuts[key]:g}"
-
-
-def _seen(dataset: PackedDataset, split: Split, every: int) -> Iterator[tuple[str, tuple[float, float | None]]]:
-    """Yields each statistic with the share of rows whose value training has seen, and MANY times or more.
-
-    The rows of a value follow from its inputs: for each prior k, the input says the odds o = (positives + k p) /
-    (negatives + k (1 - p)). One prior says whether there were any, two say how many.
-    """
-    schema = schema_of(dataset.info)
-    if schema is None or not schema.statistics:
-        return
-    with safe_open(dataset.statistics_path(), "np") as file:
-        num_rows, positives = file.get_tensor("all")
-    p = (positives + 0.5) / (num_rows + 1.0)
-    for spec in schema.statistics:
-        priors = sorted(zip(spec.priors, spec.inputs, strict=False))  # the count comes after them
-        places = [dataset.info.dense_names.index(name) for _, name in priors]
-        inputs = [_strided(split, every, "dense", place).astype(np.float64) for place in places]
-        seen, many = np.abs(inputs[0]) > LEAST_EVIDENCE, None
-        if len(priors) > 1 and schema.statistics_lag is None:  # else p is another one for each row
-            odds = [np.exp(each) * (p / (1 - p)) for each in inputs[-2:]]
-            first, second = (k * (o * (1 - p) - p) for o, (k, _) in zip(odds, priors[-2:], strict=True))
-            with np.errstate(all="ignore"):  # rows of so many that priors make no difference
-                negatives = (first - second) / (odds[1] - odds[0])
-                few = np.abs((1 + odds[0]) * negatives + first) < MANY - 0.5
-            many = float((seen & ~few).mean())
-        yield " x ".join(spec.columns), (float(seen.mean()), many)

@@ -54,8 +54,6 @@ class Start:
         states = {f"{name}_optimizer": optimizers[name] for name in self.record.states}
         own = {"embedding": parts.embedding, "model": parts.model, **states}
         load_checkpoint(self.checkpoint, own, anew=True)
-        if parts.mean is not None:
-            parts.mean.restart()
         for table, added in self.record.rows_added.items():
             rows = parts.embedding.rows(table)
             first, goes_on = rows.shape[0] - added, "sparse" in self.record.states

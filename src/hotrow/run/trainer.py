@@ -72,8 +72,6 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
         parts.exchange.finish()  # the dense gradients of other ranks arrive while rows are updated
     clock.lap("update")
     parts.dense_optimizer.step()
-    if parts.mean is not None:
-        parts.mean.follow(step)
     clock.lap("dense")
     return loss
 
@@ -270,7 +268,7 @@ class Training:
         with self.aside():
             return evaluate(
                 parts.embedding,
-                parts.scoring,
+                parts.model,
                 self.dataset.split(split),
                 parts.objective,
                 num_batches=num_batches,

@@ -116,12 +116,11 @@ class WriteMeter(LoopPart):
 
 
 def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Module, *, with_ids: bool) -> int:
-    """Returns the most that a checkpoint takes: tables and states, MLPs with two states per weight, maybe a mean, and
-    its manifest.
+    """Returns the most that a checkpoint takes: tables and states, MLPs with two states per weight, and its manifest.
 
     with_ids: tables in tiers and those of several ranks add the number of each row, beside the weights and each state.
     """
     dense = sum(parameter.nbytes for parameter in model.parameters())
     num_rows = with_ids * sum(table.num_embeddings for table in tables)
     rows = required_bytes(config, tables) + 8 * num_rows * (1 + NUM_STATES[config.optimizer.sparse.name])
-    return rows + (3 if config.train.ema is None else 4) * dense + (len(tables) + 16 << 10)
+    return rows + 3 * dense + (len(tables) + 16 << 10)

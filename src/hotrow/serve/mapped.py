@@ -147,8 +147,7 @@ class MappedTables:
                 self._ask(own.file.fileno(), own.begin, own.row_bytes, ids[sparse.span(name)], own.num_pinned)
 
     def keep_within(self) -> None:
-        """Lets go of mapped pages if the budget has no room for as many again as the last lookup added. Call it after
-        each lookup."""
+        """Lets go of mapped pages if the budget has no room for another such lookup. Call it after each."""
         if self._budget is not None:
             now, before = mapped_bytes(), self._last_bytes
             self._last_bytes = now

@@ -135,7 +135,7 @@ class TableUse:
         tail = demand.num_rows - self._cuts
         flying = behind(-np.expm1(-np.outer(rates, np.arange(depth + 2))))
         flying = np.maximum(least_cached, np.ceil(flying + FLIGHT_SIGMAS * np.sqrt(flying)))
-        self.floors: Array = np.minimum(tail, demand.listed + flying.T)
+        self.floors: Array = np.minimum(tail, flying.T)
         """Rows to cache with room for those of none, one, ... and all batches in flight, behind every prefix that is
         looked at: [depth + 2, prefixes]."""
 
@@ -203,8 +203,7 @@ def _cuts(num_rows: int) -> NDArray[np.int64]:
 
 
 def rates_of(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
-    """The different rates at which rows are looked up, per step [K], and how many rows between two cuts have each,
-    [len(cuts) - 1, K]."""
+    """The different rates of lookups per step [K], and how many rows between cuts have each [len(cuts) - 1, K]."""
     if len(counts) <= MAX_RATES:
         _check(name, counts)
         place = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))

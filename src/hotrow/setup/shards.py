@@ -29,8 +29,7 @@ from hotrow.setup.wire import Accesses, Wire
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01
-"""Small tables are replicated as long as this adds at most so much to the bytes on the wire of a step, and to the bytes
-of all tables."""
+"""Small tables are replicated as long as this adds at most so much to bytes on the wire and of all tables."""
 MAX_POOLED = 0.8
 """Pooled vectors are chosen if they take at most this share of the bytes of rows, which spread every table's work."""
 MAX_UNEVEN = 1.2
@@ -111,8 +110,7 @@ def _check_names(option: str, asked: Mapping[str, str], tables: Sequence[TableCo
 
 
 def _asked_columns(config: Config, tables: Sequence[TableConfig], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Returns the tables that `parallel.sharding` cuts by columns, with as many ranks as share them. Raises ValueError
-    if they cannot."""
+    """The tables that `parallel.sharding` cuts by columns, with their ranks. Raises ValueError if they cannot be."""
     sharding, exchange = config.parallel.sharding, config.parallel.exchange
     named = {} if isinstance(sharding, str) else sharding
     found = [table for table in tables if named.get(table.name) == "column"]

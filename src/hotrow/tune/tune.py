@@ -8,12 +8,10 @@ asynchronous, so that no trial waits for another). To go on is to resume, which 
     OUT/trials/000              its run, without its checkpoints once it has ended
     OUT/best.yaml               the recipe with the best figure of those that trained all their steps
     OUT/best/seed-1, OUT/given/seed-1   both recipes, trained anew; these alone see test rows
-    OUT/report.html
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +30,6 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, overrides_of, read_config, with_model
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.draw import line_chart, load_template
 from hotrow.objectives.objective import shown
 from hotrow.run.folder import CONFIG, RunFolder
 from hotrow.run.runs import resume, train
@@ -44,7 +41,7 @@ RUNGS = {"a ninth": 1 / 9, "a third": 1 / 3, "all": 1.0}
 KEEP = 3
 """One of so many trials goes on."""
 STATUSES = ("finished", "stopped", "failed")
-RESULTS, BEST, REPORT = "results.json", "best.yaml", "report.html"
+RESULTS, BEST = "results.json", "best.yaml"
 
 
 @record(config=STRICT)
@@ -185,7 +182,7 @@ class Search:
         return sum(figure > sign * trial.figures[rung] for figure in figures) < max(1, len(figures) // KEEP)
 
     def finish(self, num_seeds: int) -> dict[str, Any]:
-        """Writes the best recipe, compares it with the given one on test rows if there are some, and writes the page.
+        """Writes the best recipe, compares it with the given one on test rows if there are some.
 
         Raises ValueError if no trial came to its end.
         """
@@ -203,15 +200,12 @@ class Search:
         told = f"# {self.measure.title} {figure:.6g} on validation rows, the best of {len(ended)} whole trials\n"
         with atomic_write(self.folder / BEST) as file:
             file.write((told + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True)).encode())
-        found = {
-            **{name: str(self.folder / file) for name, file in {"out": "", "recipe": BEST, "report": REPORT}.items()},
+        return {
+            **{name: str(self.folder / file) for name, file in {"out": "", "recipe": BEST}.items()},
             "trials": {status: sum(own.status == status for own in trials) for status in STATUSES},
             "best": {"trial": best, "values": trials[best].values, "monitor": self.given.monitor, "figure": figure},
             "test": self._tested({"given": recipe_at(self.recipe, {}), "best": raw}, num_seeds),
         }
-        with atomic_write(self.folder / REPORT) as file:
-            file.write(self._page(found, ended).encode())
-        return found
 
     def _tested(self, recipes: dict[str, dict[str, Any]], num_seeds: int) -> dict[str, Any] | None:
         """Trains both recipes with each seed; returns their metrics on test rows and by how much these differ."""
@@ -233,29 +227,6 @@ class Search:
         paths = {name: [str(run.path) for run in own] for name, own in runs.items()}
         return {"seeds": num_seeds, "error_over": "test rows" if over_rows else "seeds", "runs": paths, **found}
 
-    def _page(self, found: dict[str, Any], ended: Sequence[int]) -> str:
-        trials, sign = self.results.trials, self.measure.sign
-        whole = [(float(number), trials[number].figures[-1]) for number in ended]
-        best = itertools.accumulate(whole, lambda one, two: (two[0], sign * max(sign * one[1], sign * two[1])))
-        chart = line_chart(
-            {"whole trials": whole, "best so far": [*best]},
-            x_label="trial",
-            y_label=f"{self.measure.title}, validation rows",
-            x_scale="linear",
-            y_scale="value",
-            shape="stairs",
-            dots=["whole trials"],
-            label="Figure by trial",
-        )
-        rows = []
-        for number, trial in enumerate(trials):
-            figures = [*map(shown, trial.figures), *[""] * (len(RUNGS) - len(trial.figures))]
-            values = [json.dumps(trial.values[name]) for name in self.space]
-            rows.append([f"{number:03d}", *values, *figures, trial.reason or trial.status])
-        heads = ["trial", *self.space, *(f"after {share}" for share in RUNGS), "status"]
-        page = load_template("tune/tune.html")
-        return page.render(title=self.folder.name, lines=lines_of(found), chart=chart, heads=heads, rows=rows)
-
 
 def lines_of(found: dict[str, Any]) -> list[str]:
     """Returns what `tune` returned as lines for people."""
@@ -275,7 +246,6 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"best: trial {best['trial']}, {told}: {values}",
         *lines,
         found["recipe"],
-        found["report"],
     ]
 
 

@@ -41,8 +41,9 @@ class ColumnarFile(Protocol):
     def sizes(self) -> Sequence[int]:
         """The number of rows of each group."""
 
-    def batches(self, first: int, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
-        """Yields `columns` of the groups from number `first` on, `num_rows` or more at a time."""
+    def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
+        """Yields `columns` of the groups from number `first` on; of Parquet `num_rows` at a time, or if it is None as
+        many as BATCH_BYTES hold, so that a dictionary serves many."""
 
 
 def told_by_bytes(file: InputFile) -> ColumnarFormat | None:
@@ -78,14 +79,13 @@ class _ParquetFile:
     def sizes(self) -> Sequence[int]:
         return [self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups)]
 
-    def batches(self, first: int, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
-        """Reads many rows at once, so that a dictionary serves many, but within BATCH_BYTES."""
+    def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
         metadata = self.file.metadata
         stored_bytes = sum(int(metadata.row_group(g).total_byte_size) for g in range(metadata.num_row_groups))
         row_bytes = max(8 * len(columns), stored_bytes // max(int(metadata.num_rows), 1))
         batch_rows = min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1) + 1)
         groups = list(range(first, self.file.num_row_groups))
-        yield from self.file.iter_batches(max(num_rows, batch_rows), row_groups=groups, columns=list(columns))
+        yield from self.file.iter_batches(num_rows or batch_rows, row_groups=groups, columns=list(columns))
 
 
 class _ArrowFile:
@@ -110,7 +110,7 @@ class _ArrowFile:
         reader = self._reader([0])
         return [reader.get_batch(group).num_rows for group in range(self._num_batches)]
 
-    def batches(self, first: int, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
         reader = self._reader([self.schema.get_field_index(name) for name in columns] or [0])
         for group in range(first, self._num_batches):
             yield reader.get_batch(group)
@@ -131,6 +131,6 @@ class _OrcFile:
         name = self.file.schema.names[:1]
         return [self.file.read_stripe(group, columns=name).num_rows for group in range(self.file.nstripes)]
 
-    def batches(self, first: int, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
         for group in range(first, self.file.nstripes):
             yield self.file.read_stripe(group, columns=list(columns) or self.file.schema.names[:1])

@@ -120,10 +120,8 @@ class ColumnsSource:
         """Share of a column's cells that may be odd; bad rows that may be skipped take their place."""
         self._num_odd = Counter[str]()
         self._reader = reader or open_table(data, schema.csv, values=values)
-        if isinstance(self._reader, JsonReader) and values == "strict":
-            self._reader = KeptReader(self._reader)  # members may come late
         # Text whose nulls the reader has made is looked at again only if it holds what is no number.
-        is_read = isinstance(self._reader, TextReader | JsonReader | KeptReader)
+        is_read = isinstance(self._reader, TextReader | KeptReader)
         self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels == "required"
@@ -224,8 +222,6 @@ class ColumnsSource:
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
-        if isinstance(self._reader, JsonReader) and {*wanted} - {*self._reader.schema.names}:
-            self._reader.look_at_all()
         if not isinstance(self._reader, TextReader):
             there = self._reader.schema.names
             for column in wanted:
@@ -282,8 +278,7 @@ class ColumnsSource:
 
     def _cells(self, column: Column) -> Column:
         """Returns a column with null for each text that means a missing value."""
-        is_read = isinstance(self._reader, TextReader | JsonReader)
-        return without_missing(column, self.schema.missing, is_read=is_read)
+        return without_missing(column, self.schema.missing, is_read=isinstance(self._reader, TextReader))
 
     def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:
@@ -492,13 +487,12 @@ def open_files(
     if formats[0] == "csv":
         return TextReader(files, spec)
     if formats[0] == "jsonl":
-        return JsonReader(files, spec.null_values, values=values)
+        return KeptReader(JsonReader(files, spec.null_values, values=values))
     return ColumnarReader(files)
 
 
 def format_of(file: InputFile) -> FileFormat:
-    """Decides by the suffix if it is one of columns or JSON's, else by the first bytes; anything else is delimited
-    text."""
+    """Decides by the suffix if it is known, else by the first bytes; anything else is delimited text."""
     if (kind := columnar_format(file)) is not None:
         return kind
     return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"

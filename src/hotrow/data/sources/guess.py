@@ -26,7 +26,6 @@ from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
 from hotrow.data.sources.guess_time import find_time, holds_unix_times
-from hotrow.data.sources.jsonlines import JsonReader
 from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.kinds import Kind, tell_kind
 from hotrow.data.sources.leaks import find_leaks
@@ -272,8 +271,6 @@ def _open(source: Any, told: Sequence[str | None], null_values: Sequence[str]) -
     """
     missing = {"null_values": list(dict.fromkeys([*CsvSpec().null_values, *null_values]))} if null_values else {}
     reader = open_table(source, CsvSpec.model_validate_json(json.dumps(missing)))
-    if isinstance(reader, JsonReader):
-        return KeptReader(reader), missing
     if not isinstance(reader, TextReader):
         return reader, missing
     csv: dict[str, Any] = {"delimiter": reader.delimiter, **missing}

@@ -265,8 +265,7 @@ def _spool(pipe: Path, folder: Path) -> Path:
 
 
 class _Summed(io.RawIOBase):
-    """The bytes of a file as stored. If all are read in order, the file knows their checksum afterwards, so that nobody
-    reads them again for it."""
+    """The bytes of a file as stored. If all are read in order, the file knows their checksum afterwards."""
 
     def __init__(self, file: InputFile, raw: pa.NativeFile) -> None:
         self._file, self._raw, self._crc, self._end = file, raw, 0, 0

@@ -60,7 +60,7 @@ class KeptReader(TableReader):
         self.schema, self.lacking = pa.schema(list(kinds.items())), inner.lacking
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        self.inner.check_names(columns)
+        self.inner.check_drift(columns)
 
     def count_rows(self) -> tuple[int, bool]:
         return sum(map(self.rows_in, range(len(self.files)))), True

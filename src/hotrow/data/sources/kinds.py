@@ -21,8 +21,7 @@ from hotrow.data.sources.evidence import CLEAR, Evidence, Floats, Tally, buckets
 FEW_VALUES = 64
 """Whole numbers with no more values than this are ids: a row for each is soon learned."""
 TREND_OF_FEW = 2.0
-"""Standard errors from which few values are a number as well, by the label or by how often they come; a wrong guess
-costs one dense input."""
+"""Standard errors from which few values are a number too, by label or frequency; an error costs one dense input."""
 HINT = 1.0
 """Standard errors from which values may help; then they are ids beside a number, if they repeat."""
 SPARSE = 20

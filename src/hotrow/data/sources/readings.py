@@ -141,8 +141,7 @@ def _fit(values: pa.Array, pattern: str, known: Mask | None = None) -> Mask:
 
 
 def _ways_to_write(values: pa.Array) -> list[DenseSpec]:
-    """Returns the ways in which numbers may be written in a column of text, the likeliest first; none if it holds
-    something else."""
+    """The ways in which numbers may be written in a column of text, the likeliest first; none if it has none."""
     texts = pc.unique(values.slice(0, 2 * LOOKED_AT)).to_pylist()[:LOOKED_AT]
     rests = Counter(re.sub(r"[\d\s.,'+-]|(?<=\d)[eE](?=[+-]?\d)", "", text) for text in texts)
     unit = next((rest for rest, _ in rests.most_common(2) if rest and _is_unit(rest)), None)
@@ -160,8 +159,7 @@ def _is_unit(text: str) -> bool:
 
 
 def _is_list(texts: Sequence[str], spec: DenseSpec) -> bool:
-    """Returns whether what would be groups of digits may be ids of three digits: no number has a shorter first group
-    or decimals."""
+    """Whether groups of digits may be ids of three digits: no number has a shorter first group or decimals."""
     if spec.thousands is None:
         return False
     grouped = [text for text in texts if spec.thousands in text]

@@ -1,14 +1,12 @@
 """The raw sources by name, as `hotrow prepare SOURCE` knows them: how each is opened, and its schema.
 
-Criteo's has a file of its own. Three other published logs are plain tables, each with a schema for `ColumnsSource`;
+Criteo's has a file of its own. Two other published logs are plain tables, each with a schema for `ColumnsSource`;
 docs/prepare.md has the layouts.
 
     avazu      train.csv of the Kaggle competition of 2014, with a header. Ids are eight hex digits or small integers;
                both are kept as text. `id` is unique for each row and left out. test.csv lacks `click`: rows to predict.
     taobao     UserBehavior.csv of Alibaba's Tianchi platform, without a header, sorted by user and time. It has events
                and no impressions, so an event is positive if the user did more than look (cart, fav, buy).
-    movielens  ratings of the 100k, 1M, 10M, 20M, 25M and 32M archives of GroupLens; the first line tells the layout:
-               u.data (tabs), ratings.dat ('::'), ratings.csv (a header and commas). From 4 up a rating is positive.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from hotrow.data.sources.schema import Schema, SplitSpec, parse_schema
 from hotrow.data.sources.tabular import columnar_format
 
 SOURCE_NAMES = (
-    *("criteo", "avazu", "taobao", "movielens"),
+    *("criteo", "avazu", "taobao"),
     *("csv", "parquet", "feather", "orc", "jsonl", "frame", "auto"),
 )
 OF_ANY_COLUMNS = ("csv", "parquet", "feather", "orc", "jsonl", "frame")
@@ -111,66 +109,6 @@ def looks_like_taobao(line: str) -> bool:
     return len(fields) == len(TAOBAO_COLUMNS) and fields[3] in ("pv", "cart", "fav", "buy") and fields[4].isdecimal()
 
 
-MOVIELENS_LICENCE = (
-    "MovieLens (GroupLens, University of Minnesota): research use, no redistribution; see the archive's README"
-)
-MOVIELENS_COLUMNS = ("userId", "movieId", "rating", "timestamp")
-MOVIELENS_FILES = ("ratings.csv", "ratings.dat", "u.data")
-
-
-def movielens_schema(csv: dict[str, Any]) -> Schema:
-    """Returns the schema of ratings whose text is cut as `csv` says."""
-    return parse_schema(
-        {
-            "label": {"column": "rating", "at_least": 4},
-            "time": "timestamp",
-            "categorical": [{"column": name, "type": "int"} for name in ("userId", "movieId")],
-            "split": {"kind": "time"},
-            "csv": csv,
-            "licence": MOVIELENS_LICENCE,
-        },
-        where="movielens",
-    )
-
-
-# Arrow splits at single characters, so '::' is two splits with an empty column between them.
-MOVIELENS_CSV: dict[str, dict[str, Any]] = {
-    "100k": {"delimiter": "\t", "column_names": list(MOVIELENS_COLUMNS)},
-    "1m": {"delimiter": ":", "column_names": ["userId", "_1", "movieId", "_2", "rating", "_3", "timestamp"]},
-    "20m": {"delimiter": ","},
-}
-
-
-def open_movielens(data: Any, schema: Schema | None = None, **options: Any) -> ColumnsSource:
-    """Opens a ratings file, or the folder of an archive, as a source; `options` as for `ColumnsSource`.
-
-    Raises ValueError if the first line has none of the three layouts.
-    """
-    if isinstance(data, str | Path) and Path(data).is_dir():
-        data = next((Path(data) / name for name in MOVIELENS_FILES if (Path(data) / name).is_file()), data)
-    if schema is None:
-        file = find_files([data], matches=lambda name: name in MOVIELENS_FILES, wanted=", ".join(MOVIELENS_FILES))[0]
-        line = file.first_line()
-        layout = movielens_layout(line)
-        if layout is None:
-            raise ValueError(
-                f"{file.name}:1: {line[:60]!r} is not a MovieLens rating; expected u.data, ratings.dat or ratings.csv"
-            )
-        schema = movielens_schema(MOVIELENS_CSV[layout])
-    return ColumnsSource(data, schema, name="movielens", **options)
-
-
-def movielens_layout(line: str) -> str | None:
-    """Returns the layout ("100k", "1m", "20m") that a first line has, or None."""
-    if line.split(",") == list(MOVIELENS_COLUMNS):
-        return "20m"
-    for layout, separator in (("1m", "::"), ("100k", "\t")):
-        fields = line.split(separator)
-        if len(fields) == len(MOVIELENS_COLUMNS) and all(f.replace(".", "", 1).isdecimal() for f in fields):
-            return layout
-    return None
-
-
 # ---- by name
 
 OWN_SCHEMAS = {"criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA, "taobao": TAOBAO_SCHEMA}
@@ -178,7 +116,6 @@ LAYOUTS: dict[str, Callable[[str], bool]] = {
     "criteo": looks_like_criteo,
     "avazu": looks_like_avazu,
     "taobao": looks_like_taobao,
-    "movielens": lambda line: movielens_layout(line) is not None,
 }
 """Functions that say whether a file's first line has the layout of a source."""
 
@@ -263,16 +200,13 @@ def open_source(
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
     reader = None
-    if name == "movielens":
-        source = open_movielens(data, schema, **options)
-    else:
-        schema = schema or OWN_SCHEMAS.get(name)
-        if schema is None:
-            guess = guess_columns(data, split=split, rows=rows, **vars(read))
-            schema, warnings, choices, reader = guess.schema(), guess.warnings, guess.notes, guess.reader
-            reasons = {each.column: each.reason for each in guess.of("")}
-            notes = (*notes, guess.summary())
-        source = ColumnsSource(data, schema, name=name, reader=reader, **options)
+    schema = schema or OWN_SCHEMAS.get(name)
+    if schema is None:
+        guess = guess_columns(data, split=split, rows=rows, **vars(read))
+        schema, warnings, choices, reader = guess.schema(), guess.warnings, guess.notes, guess.reader
+        reasons = {each.column: each.reason for each in guess.of("")}
+        notes = (*notes, guess.summary())
+    source = ColumnsSource(data, schema, name=name, reader=reader, **options)
     used = {*source.schema.column_names}
     unused = [column for column in source.column_names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import NoRowsError
-from hotrow.data.sources.columnar import ColumnarFile, open_columnar
-from hotrow.data.sources.columns import format_of
+from hotrow.data.sources.columnar import open_columnar
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.tabular import FrameReader, TableReader, naming, partition_types, with_partition
@@ -101,8 +99,7 @@ def _of_text(reader: KeptReader, file_index: int, num_wanted: int) -> tuple[pa.T
 
 
 def _spread(table: pa.Table) -> pa.Table:
-    """Returns SAMPLE_ROWS rows in runs that are spread evenly over the table; or all of a small table. They get numbers
-    if they have none yet."""
+    """SAMPLE_ROWS rows, with numbers, in runs that are spread evenly over the table; or all of a small table."""
     length = SAMPLE_ROWS // NUM_RUNS if len(table) > SAMPLE_ROWS else len(table)
     starts = np.linspace(0, len(table) - length, NUM_RUNS if length < len(table) else 1).astype(int).tolist()
     runs = [table.slice(start, length) for start in starts]
@@ -146,7 +143,7 @@ def _of_groups(
             inside = place - int(ends[group] - opened.sizes[group])
             inside = min(inside, most_skipped // num_places // max(len(columns), 1))
             first = int(ends[group] - opened.sizes[group]) + inside
-            own = list(_rows_after(_batches(file, opened, columns, group, length), inside, length))
+            own = list(_rows_after(opened.batches(group, columns, min(length, 65536)), inside, length))
             numbers.append(np.arange(first, first + sum(map(len, own))))
             parts += own
     names = [name for name in reader.schema.names if name in columns or name in partition_types([file])]
@@ -155,20 +152,6 @@ def _of_groups(
     if not batches:
         return _numbered(opened.schema.empty_table().select(columns)), total, True
     return _numbered(pa.Table.from_batches(batches), np.concatenate(numbers)), total, total <= num_rows
-
-
-def _batches(
-    file: InputFile, opened: ColumnarFile, columns: Sequence[str], group: int, num_rows: int
-) -> Iterator[pa.RecordBatch]:
-    """Yields the rows from a group on; of Parquet few at a time, which its reader would not."""
-    if format_of(file) != "parquet":
-        return opened.batches(group, columns, num_rows)
-    parquet = pq.ParquetFile(file.open_file(), pre_buffer=False)
-    groups = range(group, parquet.num_row_groups)
-    batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
-        min(num_rows, 65536), row_groups=groups, columns=list(columns)
-    )
-    return batches
 
 
 def _rows_after(batches: Iterator[pa.RecordBatch], first: int, num_rows: int) -> Iterator[pa.RecordBatch]:

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -607,10 +606,6 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a schema is a mapping with at least 'label' and 'categorical'; got {short(value)}")
     try:
-        value = _interval_by_interval(value)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    try:
         return _checked(json.dumps(value, default=str))
     except ValidationError as error:
         faults = _explained(error, where)
@@ -623,33 +618,6 @@ def _checked(text: str) -> Schema:
     """The schema in a JSON text. It is never altered, so a run whose parts each read it checks it once."""
     # JSON mode: strict about scalars, while a list may stand for a tuple.
     return Schema.model_validate_json(text)
-
-
-def _interval_by_interval(value: dict[str, Any]) -> dict[str, Any]:
-    """Writes `piecewise` with `boundaries` as an entry for each interval, and the input that it makes as theirs."""
-    entries, parts = list[Any](), dict[str, list[str]]()
-    made = value.get("transforms")
-    for entry in made if isinstance(made, list) else ():
-        options = entry.get("piecewise") if isinstance(entry, dict) and len(entry) == 1 else None
-        if not isinstance(options, dict) or not {"boundaries", "into"} <= options.keys():
-            entries.append(entry)
-            continue
-        ends, into = options["boundaries"], str(options["into"])
-        numbers = isinstance(ends, list) and all(type(end) in (int, float) for end in ends)
-        if not numbers or len(ends) < 2 or any(low >= high for low, high in pairwise(ends)):
-            raise ValueError(f"transforms: piecewise.boundaries are {ends}; give at least two numbers, in rising order")
-        rest = {name: option for name, option in options.items() if name != "boundaries"}
-        parts[into] = [f"{into} {low} to {high}" for low, high in pairwise(ends)]
-        for name, (low, high) in zip(parts[into], pairwise(ends), strict=True):
-            entries.append({"piecewise": {**rest, "into": name, "low": low, "high": high}})
-    if not parts:
-        return value
-    dense = list[Any]()
-    for spec in value["dense"] if isinstance(value.get("dense"), list) else ():
-        fields = spec if isinstance(spec, dict) else {"column": spec}
-        names = parts.get(str(fields.get("column")))
-        dense += [spec] if names is None else [{**fields, "column": name} for name in names]
-    return {**value, "transforms": entries, "dense": dense}
 
 
 def check_options(**options: Any) -> SplitSpec:

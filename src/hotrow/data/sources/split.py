@@ -68,8 +68,7 @@ class TimePlan:
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Splits by row number: before stops[0] trains, before stops[1] tests, the rest validates (as the reference
-    DLRM)."""
+    """Splits by row number, as the reference DLRM: below stops[0] trains, below stops[1] tests, the rest validates."""
 
     stops: tuple[int, int]
     kind: Literal["reference"] = "reference"

@@ -256,7 +256,7 @@ class ColumnarReader(TableReader):
         row = int(starts[min(group, len(sizes))])
         stored = [c for c in columns if c in opened.schema.names]
         with naming(file):
-            for batch in prefetch(opened.batches(group, stored, rows_per_batch)):
+            for batch in prefetch(opened.batches(group, stored)):
                 kinds = {name: self.schema.field(name).type for name in columns} | self._partition_types
                 batch = self._as_in_others(with_partition(batch, file, columns, kinds))
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
@@ -333,8 +333,7 @@ def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
 class TextReader(TableReader):
     """Reads delimited text, every column as text, with hive partition columns from the files' folders.
 
-    Columns are found by the header of each file or by given names. Blanks around a header's names are left out
-    (`column_names`); a column may also be asked for by its name as stored.
+    Columns are found by the header of each file, without blanks around its names (`column_names`), or by given names.
     """
 
     def __init__(self, files: Sequence[InputFile], spec: CsvSpec) -> None:
@@ -362,13 +361,6 @@ class TextReader(TableReader):
                 stored = self._split(lines, delimiter, 1)[0]
                 self._heads[file_index] = _Head(delimiter, stored, column_names(stored))
         return self._heads[file_index]
-
-    def _names(self, file_index: int, wanted: Sequence[str]) -> list[str]:
-        """Returns the column names of one file, of which those in `wanted` may be as they are stored."""
-        _, stored, names = self._head(file_index)
-        if not stored or not (odd := {*wanted} - {*names}):
-            return names
-        return [old if old in odd and stored.count(old) == 1 else name for name, old in zip(names, stored, strict=True)]
 
     def renamed(self) -> dict[str, str]:
         """Returns new and old name of each column of the first file whose name a column before it has too."""
@@ -413,22 +405,15 @@ class TextReader(TableReader):
             raise ValueError(f"{file.name}: the first {len(raw):,} bytes have {cure}")
         return lines
 
-    def check_names(self, columns: Sequence[str]) -> None:
+    def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming the first file and a column that no file's header has."""
-        found = {name for index in range(len(self.files)) for name in self._names(index, columns)}
+        found = {name for index in range(len(self.files)) for name in self._head(index).names}
         for name in columns:
             if name not in found and name not in self._partition_types:
                 raise ValueError(
                     f"{self.files[0].path}: the header, split at {self.delimiter!r}, lacks column {name!r}; columns "
                     f"found: {', '.join(self.names[:20])}; set csv.delimiter or csv.column_names if this split is wrong"
                 )
-
-    def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming a column that no file's header has."""
-        self.check_names(columns)
-        for name in columns:
-            if name not in self.schema.names:  # asked for as it is stored
-                self.schema = self.schema.append(pa.field(name, pa.string()))
 
     def count_rows(self) -> tuple[int, bool]:
         """Estimates the number from the first lines of each file and its stored size, without headers."""
@@ -515,8 +500,7 @@ class TextReader(TableReader):
         return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
-        delimiter, header, _ = self._head(file_index)
-        names = self._names(file_index, columns)
+        delimiter, header, names = self._head(file_index)
         renamed = bool(header) and names != header
         # For Arrow an empty list means all columns; to count rows, one column is read.
         has = {*names}
@@ -645,8 +629,7 @@ class _LinePlaces:
 
 
 def column_names(stored: Sequence[str]) -> list[str]:
-    """Returns the names by which a header's columns are known: distinct, and without blanks around them if no two
-    become equal."""
+    """The names of a header's columns: distinct, and without blanks around them if no two become equal."""
     trimmed = [name.strip() for name in stored]
     return distinct_names(trimmed if len({*trimmed}) == len({*stored}) else stored)
 
