@@ -16,9 +16,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -265,28 +266,34 @@ class Run:
 
     def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
-        for outputs_B, _ in self._outputs(data, labels="ignored", strict=strict):
-            yield self._network.objective.scores(outputs_B).cpu().numpy()
+        return (scores for scores, _ in self._scored(data, (), strict=strict))
+
+    def _scored(
+        self, data: Any, keep: Sequence[str], *, strict: bool
+    ) -> Iterator[tuple[NDArray[np.float32], pa.RecordBatch | None]]:
+        """Yields scores, and the columns to keep, piece by piece."""
+        for outputs_B, _, kept in self._outputs(data, labels="ignored", strict=strict, keep=keep):
+            yield self._network.objective.scores(outputs_B).cpu().numpy(), kept
 
     @torch.no_grad()
     def _outputs(
-        self, data: Any, *, labels: Literal["ignored", "alone"], strict: bool
-    ) -> Iterator[tuple[Tensor, Batch]]:
-        """Yields outputs of raw rows, and the rows, piece by piece. labels: "alone": labels and weights are read, but
-        not times."""
+        self, data: Any, *, labels: Literal["ignored", "alone"], strict: bool, keep: Sequence[str] = ()
+    ) -> Iterator[tuple[Tensor, Batch, pa.RecordBatch | None]]:
+        """Yields outputs of raw rows, the rows, and their columns to keep, piece by piece. labels: "alone": labels and
+        weights are read, but not times."""
         embedding, model, dense, _ = self._network
-        kept = self.record.negatives_kept
-        first_row, seen, raw = 0, seen_of(self.record), Encoder.load(self.folder.encoder)
-        values: Literal["strict", "any"] = "strict" if strict else "any"
+        share = self.record.negatives_kept
+        options: dict[str, Any] = {"values": "strict" if strict else "any", "labels": labels, "keep": keep}
+        first_row, seen, encoder = 0, seen_of(self.record), Encoder.load(self.folder.encoder)
         with _readable(data, strict=strict) as rows:
-            for batch in raw.batches(rows, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
+            for batch, kept in encoder.rows(rows, batch_size=EVAL_BATCH_SIZE, seen=seen, **options):
                 try:
                     outputs_B = dense.outputs(model, batch.dense, look_up(model, embedding, batch.sparse))
                 except SampleError as error:
                     row = first_row + error.sample
                     raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
                 first_row += len(outputs_B)
-                yield outputs_B if kept is None else calibrated(outputs_B, **for_all_negatives(kept)), batch
+                yield outputs_B if share is None else calibrated(outputs_B, **for_all_negatives(share)), batch, kept
         self._tell_of(seen)
 
     def _tell_of(self, seen: Seen) -> None:
@@ -328,18 +335,21 @@ class Run:
 
     def _write_scores(self, data: Any, file: BinaryIO, make: Any, keep: Sequence[str], *, strict: bool) -> int:
         """Writes kept columns and scores to an open file, with the writer that `make` makes."""
-        num_rows = 0
-        with (
-            _readable(data, strict=strict) as rows,
-            closing(Encoder.load(self.folder.encoder).kept(rows, keep)) as kept,
-        ):
-            names = score_names(self._labels)
-            schema = pa.schema([*kept.schema, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
-            with make(file, schema) as writer:
-                for scores in self.predict_batches(rows, strict=strict):
-                    columns = [pa.array(np.ascontiguousarray(own)) for own in scores.reshape(len(scores), -1).T]
-                    writer.write_batch(pa.record_batch([*kept.next(len(scores)), *columns], schema=schema))
-                    num_rows += len(scores)
+        num_rows, names = 0, score_names(self._labels)
+        for name in keep:
+            if name in names or [*keep].count(name) > 1:
+                reason = "has the name of the scores" if name in names else "is named twice; name it once"
+                raise ValueError(f"column {name!r} to keep {reason}")
+        pieces = self._scored(data, keep, strict=strict)
+        first = next(pieces, None)
+        kinds = pa.schema(dict.fromkeys(keep, pa.string())) if first is None or first[1] is None else first[1].schema
+        schema = pa.schema([*kinds, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
+        with make(file, schema) as writer:
+            for scores, kept in chain([] if first is None else [first], pieces):
+                columns = [pa.array(np.ascontiguousarray(own)) for own in scores.reshape(len(scores), -1).T]
+                before = [] if kept is None else kept.cast(kinds).columns
+                writer.write_batch(pa.record_batch([*before, *columns], schema=schema))
+                num_rows += len(scores)
         return num_rows
 
     def evaluate_rows(self, data: Any, *, strict: bool = False) -> dict[str, Any]:
@@ -356,7 +366,7 @@ class Run:
         metrics, by = (objective := self._network.objective).metrics(), objective.by
         groups = None if by is None else Groups(PackedDataset.open(self.folder.encoder).info, by)
         with _readable(data, strict=strict) as rows:
-            for outputs_B, batch in self._outputs(rows, labels="alone", strict=strict):
+            for outputs_B, batch, _ in self._outputs(rows, labels="alone", strict=strict):
                 by_B = None if groups is None else groups.of(batch)
                 metrics.update(outputs_B, batch.label, batch.weight, by_B)
         if not metrics.num_rows:

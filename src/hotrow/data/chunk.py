@@ -158,6 +158,8 @@ class Chunk:
     """[num_rows] how much each row counts, checked by the source; None if each counts 1."""
     unreadable: Mapping[str, int] = field(default_factory=dict)
     """How many values are not of their column's kind, by column; only rows to score have such values."""
+    kept: pa.RecordBatch | None = None
+    """Columns that were asked for as the source has them, [num_rows] each."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.statistics import Statistics, raw_transforms
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
-from hotrow.data.sources.columns import format_of, is_paths, open_table
+from hotrow.data.sources.columns import format_of, is_paths
 from hotrow.data.sources.inputs import find_files, spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
@@ -50,7 +50,6 @@ from hotrow.data.transforms import Transform
 
 NO_BASE = "none"
 """In place of a base, for the first day of a chain."""
-KEPT_ROWS = 1 << 16
 SCORE = "score"
 """Name of the column of scores in the file that prediction writes."""
 
@@ -277,11 +276,11 @@ class Encoder:
         statistics = statistics_of(dataset, made.schema)
         return Encoder(source, made.schema, encodings, made.transforms, statistics, vocabularies)
 
-    def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
-        """Returns these columns of `data`, to read in step with `batches`. Raises ValueError if one is absent."""
-        return KeptColumns(data, columns, self.schema, score_names([label.title for label in self.schema.labels]))
+    def batches(self, data: Any, **options: Any) -> Iterator[Batch]:
+        """Yields the batches of `rows`."""
+        return (batch for batch, _ in self.rows(data, **options))
 
-    def batches(
+    def rows(
         self,
         data: Any,
         *,
@@ -289,14 +288,15 @@ class Encoder:
         labels: Literal["ignored", "alone"] = "ignored",
         values: Literal["any", "strict"] = "any",
         seen: Seen | None = None,
-    ) -> Iterator[Batch]:
-        """Yields batches of at most `batch_size` rows, in the data's order.
+        keep: Sequence[str] = (),
+    ) -> Iterator[tuple[Batch, pa.RecordBatch | None]]:
+        """Yields batches of at most `batch_size` rows, in the data's order, and their columns to keep.
 
         data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read and
         may hold anything, and `Batch.label` is NaN; "alone": label and weight are read, the time is not. values:
         "strict": a value that is not of its column's kind is a RowError naming the row, as in preparation. seen: counts
-        what the rows hold. Raises ValueError naming file and column, and RowError for a line that cannot be cut into
-        columns or has no label.
+        what the rows hold. keep: columns to yield as the data has them. Raises ValueError naming file and column, and
+        RowError for a line that cannot be cut into columns or has no label.
         """
         opened = open_source(
             self._source_of(data),
@@ -305,6 +305,7 @@ class Encoder:
             labels=labels,
             encodings=self.encodings,
             values=values,
+            keep=keep,
         )
         pool = _Here() if self.threads == 1 else ThreadPoolExecutor(self.threads, thread_name_prefix="hotrow-encode")
         with pool as executor:
@@ -320,7 +321,7 @@ class Encoder:
                 label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
                 weight = None if chunk.weight is None else torch.from_numpy(chunk.weight)
                 sparse = keyed(tuple(ids), [*ids.values()])
-                yield Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), weight=weight)
+                yield Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), weight=weight), chunk.kept
 
     def _source_of(self, data: Any) -> str:
         """Returns the source that reads `data`: for rows of Criteo's columns in another form, the source of that
@@ -361,49 +362,6 @@ def _missing(keys: Keys | CodedKeys) -> NDArray[np.bool_] | None:
     if isinstance(keys, CodedKeys):
         return None if keys.entries.valid is None else ~keys.entries.valid[keys.codes]
     return None if keys.valid is None else ~keys.valid
-
-
-class KeptColumns:
-    """Unchanged columns of raw rows for a file of scores; `next` reads them in order."""
-
-    def __init__(self, data: Any, columns: Sequence[str], schema: Schema, scores: Sequence[str]) -> None:
-        self.schema = pa.schema([])
-        self._rows: Iterator[pa.RecordBatch] = iter(())
-        self._left = pa.table({})
-        if not columns:
-            return
-        # An empty text alone is missing: "NA" may be Namibia.
-        reader = open_table(data, schema.csv.model_copy(update={"null_values": ("",)}), values="any")
-        for name in columns:
-            if name in scores or name not in reader.schema.names:
-                there = ", ".join(reader.schema.names)
-                reason = "has the name of the scores" if name in scores else f"is not there; columns: {there}"
-                raise ValueError(f"column {name!r} to keep {reason}")
-        if repeated := [name for name in columns if columns.count(name) > 1]:
-            raise ValueError(f"column {repeated[0]!r} to keep is named twice; name it once")
-        reader.check_drift(columns)
-        self.schema = pa.schema([reader.schema.field(name) for name in columns])
-        self._left = self.schema.empty_table()
-        self._rows = (
-            rows.batch.select(list(columns)).cast(self.schema)
-            for file in range(len(reader.files))
-            for rows in reader.read(file, 0, list(columns), KEPT_ROWS)
-        )
-
-    def close(self) -> None:
-        """Closes the files."""
-        if isinstance(self._rows, Generator):
-            self._rows.close()
-
-    def next(self, num_rows: int) -> list[pa.ChunkedArray | pa.Array]:
-        if not self.schema.names:
-            return []
-        pieces = [self._left]
-        while sum(map(len, pieces)) < num_rows:
-            pieces.append(pa.Table.from_batches([next(self._rows)]))
-        table = pa.concat_tables(pieces)
-        self._left = table.slice(num_rows)
-        return [column.combine_chunks() for column in table.slice(0, num_rows).columns]
 
 
 def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:

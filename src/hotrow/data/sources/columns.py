@@ -95,7 +95,8 @@ class ColumnsSource:
     read with the weight and without the time; "ignored": for rows to predict, whose label, weight and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared (feature -> `IdEncoding`); if
     None, the columns' types decide. values: "any": a value that is not of its column's kind is missing and no fault,
-    for rows to score. skip_bad_rows: how many bad rows may be skipped before one is an error.
+    for rows to score. skip_bad_rows: how many bad rows may be skipped before one is an error. keep: columns that chunks
+    have unchanged too, of rows to score.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -111,6 +112,7 @@ class ColumnsSource:
         encodings: Mapping[str, IdEncoding] | None = None,
         values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
+        keep: Sequence[str] = (),
         reader: TableReader | None = None,
     ) -> None:
         self.name, self.schema, self._values = name, schema, values
@@ -119,9 +121,11 @@ class ColumnsSource:
         self._share = schema.odd_share if labels == "required" and not skip_bad_rows else 0.0
         """Share of a column's cells that may be odd; bad rows that may be skipped take their place."""
         self._num_odd = Counter[str]()
-        self._reader = reader or open_table(data, schema.csv, values=values)
+        # In what is kept an empty text alone is missing: "NA" may be Namibia.
+        spec = schema.csv.model_copy(update={"null_values": ("",)}) if keep else schema.csv
+        self._reader = reader or open_table(data, spec, values=values)
         # Text whose nulls the reader has made is looked at again only if it holds what is no number.
-        is_read = isinstance(self._reader, TextReader | KeptReader)
+        is_read = isinstance(self._reader, TextReader | KeptReader) and not keep
         self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels == "required"
@@ -130,8 +134,11 @@ class ColumnsSource:
             # Rows to score may have such a column, as a file of earlier scores has; it is not read.
             path = self._reader.files[0].path
             raise ValueError(f"{path}: column {double[0]!r} is also the `into` of a transform; rename one of them")
-        self._columns = self._wanted_columns()
-        self._reader.check_drift(self._columns)
+        self._columns, self._keep = self._wanted_columns(), tuple(keep)
+        if absent := [name for name in keep if name not in self.column_names]:
+            there = ", ".join(self.column_names)
+            raise ValueError(f"column {absent[0]!r} to keep is not there; columns: {there}")
+        self._reader.check_drift(self._columns + self._keep)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
         for name, (made, inputs) in self._computed.items():
             types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
@@ -202,7 +209,8 @@ class ColumnsSource:
     def _read(self, start: Position, rows_per_chunk: int) -> Generator[Chunk, None, None]:
         for file_index, first in file_starts(start, len(self._reader.files)):
             dictionaries = DictionaryReader(self.schema.missing)
-            for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
+            columns = tuple(dict.fromkeys(self._columns + self._keep))
+            for rows in self._reader.read(file_index, first, columns, rows_per_chunk):
                 if start == Position() and self._has_time and rows_per_chunk >= FIRST_ROWS and rows.batch.num_rows:
                     self._keep_first_times(rows.batch)
                 yield self._convert(file_index, rows, dictionaries)
@@ -278,7 +286,8 @@ class ColumnsSource:
 
     def _cells(self, column: Column) -> Column:
         """Returns a column with null for each text that means a missing value."""
-        return without_missing(column, self.schema.missing, is_read=isinstance(self._reader, TextReader))
+        is_read = isinstance(self._reader, TextReader) and not self._keep
+        return without_missing(column, self.schema.missing, is_read=is_read)
 
     def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:
@@ -299,7 +308,9 @@ class ColumnsSource:
             odd = tuple(found.of(kept) for found in odd)
         label, weight, time, dense, keys, unreadable = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
-        return Chunk(len(dense), label, dense, keys, position, time, odd, weight, unreadable)
+        kinds = [self._reader.schema.field(name) for name in self._keep]
+        left = batch.select(list(self._keep)).cast(pa.schema(kinds)) if kinds else None
+        return Chunk(len(dense), label, dense, keys, position, time, odd, weight, unreadable, left)
 
     def _odd_cells(self, fault: Fault, lines: NDArray[np.int64], file_index: int) -> OddCells:
         """Returns the odd cells of one column. Raises RowError if the column has more of them than may be odd."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +154,7 @@ def open_source(
     encodings: Mapping[str, IdEncoding] | None = None,
     values: Literal["strict", "any"] = "strict",
     rows: int | None = None,
+    keep: Sequence[str] = (),
 ) -> OpenedSource:
     """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
 
@@ -163,7 +164,8 @@ def open_source(
     split: how rows will be split, so that a guess looks at labels of training rows alone.
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
-    score: what is not of its column's kind is missing. rows: how many of the first rows are wanted.
+    score: what is not of its column's kind is missing. rows: how many of the first rows are wanted. keep: columns that
+    chunks have unchanged too.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -186,6 +188,8 @@ def open_source(
         raise ValueError(f"{field}: source criteo reads its columns alone; name the source csv with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
+        if keep:
+            raise ValueError(f"column {keep[0]!r} to keep is not there: Criteo's text has no names of columns")
         criteo = CriteoSource(
             paths,
             labels="ignored" if labels == "ignored" else "required",
@@ -206,7 +210,7 @@ def open_source(
         schema, warnings, choices, reader = guess.schema(), guess.warnings, guess.notes, guess.reader
         reasons = {each.column: each.reason for each in guess.of("")}
         notes = (*notes, guess.summary())
-    source = ColumnsSource(data, schema, name=name, reader=reader, **options)
+    source = ColumnsSource(data, schema, name=name, reader=reader, keep=keep, **options)
     used = {*source.schema.column_names}
     unused = [column for column in source.column_names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
