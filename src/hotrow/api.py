@@ -230,9 +230,8 @@ class Run:
 
     def _loaded(self, checkpoint: Path) -> _Loaded:
         """Returns what a checkpoint scores with."""
-        kept = PackedDataset.open(self.folder.encoder)
-        config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
-        setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
+        config, _ = read_model(checkpoint, read_manifest(checkpoint), self._kept)
+        setup = Setup.decide(_on_this_machine(config), self._kept, self.path, training=False)
         embedding, model = build_network(setup)
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
         if (calibration := self._calibration(checkpoint)) is not None:
@@ -240,7 +239,8 @@ class Run:
         return _Loaded(embedding, model, setup.dense, for_labels(config.objective, self._labels))
 
     def close(self) -> None:
-        """Frees the model, and removes the files of tables that do not fit in memory."""
+        """Frees the model and the vocabularies, and removes the files of tables that do not fit in memory."""
+        self.__dict__.pop("_encoder", None)
         if (network := self.__dict__.pop("_network", None)) is not None:
             close_tiers(network.embedding, self.path)
 
@@ -262,7 +262,16 @@ class Run:
     @cached_property
     def _labels(self) -> list[str]:
         """Names of the labels that the model was trained for."""
-        return [label.name for label in PackedDataset.open(self.folder.encoder).info.labels]
+        return [label.name for label in self._kept.info.labels]
+
+    @cached_property
+    def _kept(self) -> PackedDataset:
+        """The dataset.json, vocabularies and statistics that the run keeps."""
+        return PackedDataset.open(self.folder.encoder)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder.load(self._kept)
 
     def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
@@ -284,9 +293,9 @@ class Run:
         embedding, model, dense, _ = self._network
         share = self.record.negatives_kept
         options: dict[str, Any] = {"values": "strict" if strict else "any", "labels": labels, "keep": keep}
-        first_row, seen, encoder = 0, seen_of(self.record), Encoder.load(self.folder.encoder)
+        first_row, seen = 0, seen_of(self.record)
         with _readable(data, strict=strict) as rows:
-            for batch, kept in encoder.rows(rows, batch_size=EVAL_BATCH_SIZE, seen=seen, **options):
+            for batch, kept in self._encoder.rows(rows, batch_size=EVAL_BATCH_SIZE, seen=seen, **options):
                 try:
                     outputs_B = dense.outputs(model, batch.dense, look_up(model, embedding, batch.sparse))
                 except SampleError as error:
@@ -364,7 +373,7 @@ class Run:
                 "the training rows, and pass --data FOLDER"
             )
         metrics, by = (objective := self._network.objective).metrics(), objective.by
-        groups = None if by is None else Groups(PackedDataset.open(self.folder.encoder).info, by)
+        groups = None if by is None else Groups(self._kept.info, by)
         with _readable(data, strict=strict) as rows:
             for outputs_B, batch, _ in self._outputs(rows, labels="alone", strict=strict):
                 by_B = None if groups is None else groups.of(batch)
@@ -411,7 +420,7 @@ class Run:
                     f"dataset, but {type(given).__name__} was given; raw rows go to evaluate_rows"
                 )
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
-        own = PackedDataset.open(self.folder.encoder)
+        own = self._kept
         for table in dataset.info.tables:
             mine = own.info.table_by_name.get(table.name)
             if mine is None or (mine.vocabulary, mine.num_embeddings) != (table.vocabulary, table.num_embeddings):
