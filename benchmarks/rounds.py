@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hotrow.base.machine import Disturbance, host_facts, versions
+from benchmarks.disturbance import Disturbance
+from hotrow.base.machine import host_facts, versions
 from hotrow.kernels import ops
 
 CLEAN_SHARE = 0.02

@@ -141,7 +141,6 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         "runs_ms": runs,
         "error": math.exp(abs(math.log(own / mean))) - 1,
         "noise": math.exp(abs(math.log(runs[0] / runs[1]))) - 1,
-        "others": max(each["others"] for each in tried["trial"]["steps"]),
     }
 
 
@@ -206,7 +205,7 @@ def main() -> None:
             ms = ", ".join(f"{own:.3g}" for own in row["runs_ms"])
             print(
                 f"{name:28} trial {row['trial_ms']:6.3g} ms, runs {ms}: off by {row['error']:.1%}, runs differ by "
-                f"{row['noise']:.1%}; others had {row['others']:.1%}",
+                f"{row['noise']:.1%}",
                 flush=True,
             )
     found = summary(rows)

@@ -23,16 +23,16 @@ from unittest.mock import patch
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import override
 
+from benchmarks.disturbance import Disturbance
 from benchmarks.rounds import Rounds, cleanest, wants_more
 from hotrow.base.files import write_json
-from hotrow.base.machine import Disturbance, end_with_parent
+from hotrow.base.machine import end_with_parent
 from hotrow.base.records import STRICT
 from hotrow.batch import Batch
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.environment import rank_of
 from hotrow.parallel.launch import joined
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
@@ -229,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PackedDataset.open(spec.config["data"])
     print("ready", flush=True)
     # mpiexec passes standard input to the first rank alone; the others wait for it when they meet.
-    rank = rank_of(os.environ)
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+    rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
     if (rank == 0 or "RANK" in os.environ) and not sys.stdin.readline():
         return  # the study was killed
     found = outcome(spec)

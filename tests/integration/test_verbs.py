@@ -1,6 +1,5 @@
 """What the verbs do at their edges: new labelled rows, kept columns, standard input, interruptions, closing lines."""
 
-import io
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
+from forked import COMMAND, run_forked
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder, resume_command
@@ -104,14 +104,13 @@ def test_predict_keeps_columns(
         assert message in err and not (tmp_path / "x.csv").exists()
 
 
-def test_predict_reads_standard_input(
-    run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
-    buffer = io.BytesIO()
-    pyarrow.csv.write_csv(rows(3), buffer)
-    out = tmp_path / "scores.csv"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(buffer.getvalue())))
-    command("predict", run.path, "-", "--out", out, "--keep", "big, id")
+@pytest.mark.parametrize("given", ["open('{}')", "os.popen('cat {}')"])
+def test_predict_reads_standard_input(run: hotrow.Run, tmp_path: Path, given: str) -> None:
+    path, out = tmp_path / "rows", tmp_path / "scores.csv"
+    pyarrow.csv.write_csv(rows(3), path)
+    program = f"import os; given = {given.format(path)}; os.dup2(given.fileno(), 0); {COMMAND}"
+    done = run_forked(program, "predict", run.path, "-", "--out", out, "--keep", "big, id")
+    assert done.returncode == 0, done.stderr
     found = pyarrow.csv.read_csv(out)
     assert found["big, id"].to_pylist() == rows(3)["big, id"].to_pylist()
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(rows(3)), rtol=1e-5)

@@ -30,7 +30,6 @@ from benchmarks import (
     updates,
 )
 from benchmarks.study import figures as study_figures
-from hotrow.base import machine
 from hotrow.kernels import ops
 
 pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
@@ -98,7 +97,7 @@ def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyP
     """Forty threads of ours for one core wait for one another; nobody else computes."""
     looks, clock = iter([(0.0, 0.0, 0.0), (0.0, 9.0, 0.001)]), iter([0.0, 1.0])
     monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("benchmarks.disturbance.time.perf_counter", lambda: next(clock))
     assert bench.Disturbance().share() == 0.001
 
 

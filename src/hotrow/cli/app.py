@@ -12,10 +12,8 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
@@ -509,8 +507,7 @@ def eval_(
         )
     with closing(load(run)) as loaded:
         if paths:
-            with _standard_input(paths) as rows:
-                result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(rows, strict=strict)}
+            result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(_files(paths), strict=strict)}
         else:
             result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
         told = loaded.told()
@@ -537,12 +534,12 @@ def predict(
     from hotrow.api import load
 
     is_stdout = str(out) == "-"
-    with closing(load(run)) as loaded, _standard_input(paths) as rows:
+    with closing(load(run)) as loaded:
         to = sys.stdout.buffer if is_stdout else out
         result = {
             "run_dir": str(run),
             "out": str(out),
-            "rows": loaded.write_scores(rows, to, keep=keep or (), strict=strict),
+            "rows": loaded.write_scores(_files(paths), to, keep=keep or (), strict=strict),
         }
         told = loaded.told()
     # Whoever reads scores from standard output wants nothing else there, unless it is asked for (--json).
@@ -749,16 +746,8 @@ def doctor(
     return tools.doctor(folders or ())
 
 
-@contextmanager
-def _standard_input(paths: list[str]) -> Iterator[list[str]]:
-    """Yields `paths`; standard input, "-", as a temporary file, because rows are read twice."""
-    if paths != ["-"]:
-        yield paths
-        return
-    with tempfile.NamedTemporaryFile(prefix="standard-input-", suffix=".csv") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-        file.flush()
-        yield [file.name]
+def _files(paths: Sequence[str]) -> list[str]:
+    return ["/dev/stdin" if path == "-" else path for path in paths]
 
 
 def _fractions(text: str | None) -> list[float] | None:

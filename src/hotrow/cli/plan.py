@@ -17,8 +17,6 @@ from hotrow.plan.decision import Decision, TablePlan, decision_of
 from hotrow.plan.trial import Steps, Trial, trial
 from hotrow.run.runs import check_same_setup
 
-DISTURBED = 0.02
-"""Seconds a second that others may have the processors without a word."""
 MAX_LINES = 40
 """Tables that are shown to people; --json has all."""
 
@@ -132,8 +130,6 @@ def _steps(own: Steps) -> Iterator[str]:
             f"    {own.io['reads']:,.0f} reads of {size(own.io['read_bytes'])} and {own.io['writes']:,.0f} writes of "
             f"{size(own.io['written_bytes'])} a step, {own.wait_ms:.3g} ms of waiting for them{hits}"
         )
-    if own.others > DISTURBED:
-        yield f"    others had the processors for {own.others:.2f} s a second: try again when nothing else runs"
 
 
 def _alternatives(rows: Sequence[Alternative]) -> Iterator[str]:
@@ -145,13 +141,10 @@ def _alternatives(rows: Sequence[Alternative]) -> Iterator[str]:
             yield f"{_name(own):<{width}} refused: {own.refused}"
             continue
         reads, writes = (f"{own.io[name]:,.0f}" if own.io else "" for name in ("reads", "writes"))
-        disturbed = (
-            f"; others had the processors for {own.others:.2f} s a second" if (own.others or 0) > DISTURBED else ""
-        )
         yield (
             f"{_name(own):<{width}} {own.samples_per_s:>11,.0f} {own.samples_per_s / base:>6.2f}x "
             f"{sum(own.step_ms.values()):>10.4g} {reads:>8} {writes:>8} {size(own.peak_bytes):>10}  "
-            f"({own.spread[0]:,.0f} to {own.spread[1]:,.0f}{disturbed})"
+            f"({own.spread[0]:,.0f} to {own.spread[1]:,.0f})"
         )
 
 

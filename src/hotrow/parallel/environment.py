@@ -20,12 +20,6 @@ def mpi_variables(environ: Mapping[str, str]) -> list[str]:
     return ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *(["SLURM_STEP_NUM_TASKS"] if "PMIX_RANK" in environ else [])]
 
 
-def rank_of(environ: Mapping[str, str]) -> int:
-    """Returns the number of this process among those that a launcher started; 0 if none did."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-    return next((int(environ[name]) for name in names if name in environ), 0)
-
-
 def nested(environ: Mapping[str, str]) -> str | None:
     """Returns the variable of mpiexec that says "several" inside torchrun; otherwise None.
 

@@ -51,8 +51,6 @@ class Alternative:
     """`Trial.io` of the same round."""
     peak_bytes: int | None = None
     """The most memory that a process held."""
-    others: float | None = None
-    """The highest `Steps.others` of the rounds."""
 
 
 def groups(options: Sequence[str]) -> list[list[str]]:
@@ -158,7 +156,6 @@ def _row(changes: list[str], found: Sequence[Found]) -> Alternative:
         step_ms=middle.step_ms,
         io=middle.io,
         peak_bytes=max(own.trial.peak_bytes for own in found),
-        others=max(steps.others for own in found for steps in own.trial.steps),
     )
 
 

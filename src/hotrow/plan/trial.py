@@ -26,7 +26,6 @@ from typing import cast
 from typing_extensions import override
 
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
-from hotrow.base.machine import Disturbance
 from hotrow.base.progress import ProgressLine
 from hotrow.batch import Batch
 from hotrow.parallel.agreement import everyone
@@ -73,8 +72,6 @@ class Steps:
     """Reads and writes of rows, and their bytes; empty if all rows lie in DRAM."""
     hits_per_lookup: float | None
     """The share of lookups whose row was in DRAM; None if all rows lie there."""
-    others: float
-    """Seconds in which other processes or the hypervisor had processors that this one wanted, for each second."""
 
     @property
     def total_ms(self) -> float:
@@ -166,7 +163,6 @@ class _Trying(LoopPart):
         self.dram_bytes: int | None = None
         self._taken: list[_Step] = []
         self._wanted = WARM_UP
-        self._disturbance = Disturbance()
         self._start_near_a_window()
 
     def _start_near_a_window(self) -> None:
@@ -247,7 +243,6 @@ class _Trying(LoopPart):
             step_s = everyone(self.comm, sum(recent.seconds.values()) / (WARM_UP - WARM_UP // 2))[0]
             most = max(WARM_UP, int(MOST_S / max(step_s, 1e-6)))
             self._wanted += min(most, max(self._asked, int(ENOUGH_S / max(step_s, 1e-6))))
-            self._disturbance = Disturbance(of_disk=self.tiers is not None)
         if len(self._taken) >= self._wanted:
             self.state.ended = "the trial has enough steps"
 
@@ -271,7 +266,6 @@ class _Trying(LoopPart):
             samples_per_s=round(1e3 * sum(step.num_samples for step in timed) / num_steps / sum(ms.values()), 1),
             io={} if self.tiers is None else {name: round(counts[name] / num_steps, 1) for name in IO},
             hits_per_lookup=round(in_dram / lookups, 6) if lookups else None,
-            others=round(self._disturbance.share(), 4),
         )
 
     def _window_ms(self, seen_s: float) -> float:
