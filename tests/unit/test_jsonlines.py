@@ -34,7 +34,6 @@ N = 400
 
 
 def values() -> list[tuple[bool, str, int, list[str]]]:
-    """Labels, prices as they are written, ids that no float holds, tags."""
     random = np.random.default_rng(0)
     prices = ["3", "3.0", "-0.25", "1e3", ""]
     return [
@@ -76,10 +75,11 @@ def test_against_the_same_values_as_csv(tmp_path: Path) -> None:
     assert made.info.tables == expected.info.tables
 
 
-@pytest.mark.parametrize("pack", [str.encode, lambda t: gzip.compress(t.encode()), lambda t: bz2.compress(t.encode())])
-def test_from_raw_file_to_scores(pack: Callable[[str], bytes], tmp_path: Path) -> None:
+@pytest.mark.slow_but("gzip")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress], ids=["plain", "gzip", "bz2"])
+def test_from_raw_file_to_scores(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / "clicks.log"  # told by its content
-    file.write_bytes(pack(as_json(values())))
+    file.write_bytes(pack(as_json(values()).encode()))
     schema = run_init(file, out=tmp_path / "conf")
     assert "jsonl" in " ".join(schema.commands)
     run = hotrow.fit(file, label="click", run=tmp_path / "run", quiet=True, epochs=1, threads=1)
@@ -176,7 +176,7 @@ LINES = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(lines=st.lists(LINES, min_size=1, max_size=8), repeated=st.booleans())
 def test_lines_read_together_are_those_read_one_by_one(
     lines: list[str], repeated: bool, tmp_path_factory: pytest.TempPathFactory
