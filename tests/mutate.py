@@ -56,6 +56,10 @@ NUM_ROWS = 60
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What must come of a case, if that is known."""
@@ -366,19 +370,7 @@ def prepare_case(path: str, what: str, plain: str, wanted: Wanted, *, skip: int 
 BAD_VALUES: dict[str, tuple[str, ...]] = {
     "click": ("2", "", "yes", "0.5", "-1", "nan", "10", "1e0x"),
     "ts": ("x", "", "2021-13-45", "1.7e9.1", "--1", "\N{FULLWIDTH DIGIT ONE}"),
-    "price": (
-        "abc",
-        "NaN",
-        "inf",
-        "-Infinity",
-        "1e400",
-        "1e39",
-        "0x10",
-        "1_000",
-        "\N{FULLWIDTH DIGIT ONE}",
-        "1 2",
-        "-",
-    ),
+    "price": ("\N{FULLWIDTH DIGIT ONE}", "1 2", *words("abc NaN inf -Infinity 1e400 1e39 0x10 1_000 -")),
     "age": ("twenty", "1.2.3", "\N{MINUS SIGN}5", "5%", "$5", "1e", "\x00"),
     "user": ("12x", "9" * 30, "0x1F", "1.5", "1e30", "-"),
 }
@@ -387,16 +379,12 @@ ODD_IDS = (
     "",
     "\x00",
     "a\x00b",
-    "é",
     "\N{GRINNING FACE}",
     "x" * 100_000,
-    "nan",
-    "1e5",
     " ",
     "\u202e",
-    "'",
-    "NULL",
     "\ufeff",
+    *words("é nan 1e5 ' NULL"),
 )
 
 
@@ -800,21 +788,7 @@ NASTY: tuple[Any, ...] = (
     *(None, True, False, "", "x", "é", "\N{GRINNING FACE}", -1, 0, 1, 2, 3, 2**31, 2**63, 2**64, 10**30, -(10**18)),
     *(1.5, -0.5, 0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf"), [], {}, [1], [[]], [None], {"a": 1}),
     *([-1], [0], ["a", "a"], [1.5], {1: 2}, {True: 1}, {None: 1}, "1e3", "8GiB", "0", "nan", "a" * 5000, "../x", " "),
-    *(
-        "/dev/null",
-        "\x00",
-        "a\nb",
-        b"\xff",
-        "2024-01-01",
-        "null",
-        "auto",
-        "cpu",
-        "time",
-        "text",
-        [2**70],
-        "1GB/day",
-        "*",
-    ),
+    *("\x00", "a\nb", b"\xff", [2**70], *words("/dev/null 2024-01-01 null auto cpu time text 1GB/day *")),
 )
 
 
@@ -991,63 +965,12 @@ def config_case(rng: random.Random, world: World) -> Case:
 
 
 VALUES = (
-    *("", " ", "x", "-1", "0", "1", "2", "0.5", "1.5", "-0.5", "1e3", "1e400", "nan", "inf", "-inf", "9" * 30, "2**3"),
-    *(
-        "0.8,0.1,0.1",
-        "1,0,0",
-        "0,1,0",
-        "0.5,0.5",
-        ",,",
-        "nan,0,1",
-        "0.4,0.3,0.3",
-        "1e-9,0.5,0.5",
-        "é",
-        "\N{GRINNING FACE}",
-    ),
-    *(
-        "time",
-        "random",
-        "reference",
-        "train",
-        "val",
-        "test",
-        "click",
-        "price",
-        "price >= 1",
-        "price>=",
-        ">= 4",
-        "item >= 1",
-    ),
-    *(
-        "click >= 1",
-        "ts",
-        "item",
-        "nobody",
-        "8GiB",
-        "128MiB",
-        "1TB",
-        "0B",
-        "-5GiB",
-        "1.5.5MB",
-        "/dev/null",
-        "..",
-        "x" * 5000,
-    ),
-    *(
-        "a\nb",
-        "\udcff",
-        "*",
-        "[",
-        "[a",
-        "packed",
-        "run",
-        "clicks.csv",
-        "text.yaml",
-        "config.yaml",
-        "made",
-        "absent/absent",
-    ),
-    *("sgd", "adam", "kernels", "memory", "hot", "s3://", "file:///etc", "http://x", "a://b", "~", "$HOME", "--", "-"),
+    *("", " ", "9" * 30, "price >= 1", ">= 4", "item >= 1", "click >= 1", "a\nb", "\udcff", "\N{GRINNING FACE}"),
+    "x" * 5000,
+    *words("x -1 0 1 2 0.5 1.5 -0.5 1e3 1e400 nan inf -inf 2**3 0.8,0.1,0.1 1,0,0 0,1,0 0.5,0.5 ,, nan,0,1"),
+    *words("0.4,0.3,0.3 1e-9,0.5,0.5 é time random reference train val test click price price>= ts item nobody"),
+    *words("8GiB 128MiB 1TB 0B -5GiB 1.5.5MB /dev/null .. * [ [a packed run clicks.csv text.yaml config.yaml made"),
+    *words("absent/absent sgd adam kernels memory hot s3:// file:///etc http://x a://b ~ $HOME -- -"),
 )
 OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "prepare": (
@@ -1074,51 +997,15 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "runs": (["--clean", "run"], ()),
 }
 SETS = (
-    *("train.epochs", "train.batch_size", "model.embedding_dim", "model.top_mlp", "model", "train", "optimizer.sparse"),
-    *(
-        "optimizer.sparse.lr",
-        "memory",
-        "memory.dram",
-        "memory.dram.x",
-        "hot.budget",
-        "train.x",
-        "x.y.z",
-        "",
-        ".",
-        "a..b",
-    ),
-    *("data", "run", "device", "train.seed", "checkpoint.every", "train.eval_every", "memory.ssd", "memory.file", "é"),
+    "",
+    *words("train.epochs train.batch_size model.embedding_dim model.top_mlp model train optimizer.sparse"),
+    *words("optimizer.sparse.lr memory memory.dram memory.dram.x hot.budget train.x x.y.z . a..b data run device"),
+    *words("train.seed checkpoint.every train.eval_every memory.ssd memory.file é"),
 )
 SET_VALUES = (
-    *(
-        "=1",
-        "=",
-        "",
-        "=[",
-        "={",
-        "=nan",
-        "=.inf",
-        "=-1",
-        "=x",
-        "=[1,2]",
-        "={a: 1}",
-        "=null",
-        "=1e400",
-        "=&a [*a]",
-        "=*a",
-    ),
-    *(
-        "=!!python/name:os",
-        "='",
-        "=2024-13-45",
-        "=\x00",
-        "=\udcff",
-        "=true",
-        "=0",
-        "=" + "9" * 5000,
-        "=/dev/null",
-        "=packed",
-    ),
+    *("", "={a: 1}", "=&a [*a]", "=\x00", "=\udcff", "=" + "9" * 5000),
+    *words("=1 = =[ ={ =nan =.inf =-1 =x =[1,2] =null =1e400 =*a =!!python/name:os =' =2024-13-45 =true =0"),
+    *words("=/dev/null =packed"),
 )
 
 
@@ -1171,15 +1058,8 @@ FIT_OPTIONS: tuple[str, ...] = (
 )
 FIT_DATA: tuple[Any, ...] = (
     *(None, 5, "", " ", [], (), {}, "absent.csv", b"clicks.csv", "\x00", ".", "/dev/null", object(), ["clicks.csv", 5]),
-    *(
-        ["clicks.csv", "clicks.csv"],
-        ["clicks.csv", "clicks.parquet"],
-        {"click": [1, 0]},
-        [[1, 2]],
-        "run",
-        "made",
-        "*.nope",
-    ),
+    *(["clicks.csv", "clicks.csv"], ["clicks.csv", "clicks.parquet"], {"click": [1, 0]}, [[1, 2]], "run", "made"),
+    "*.nope",
     *("s3://", "file:///nope", "\udcff", "x" * 5000, ["clicks.csv", None], Path("packed"), Path(), iter(()), "packed"),
 )
 
@@ -1217,15 +1097,9 @@ def fit_case(rng: random.Random, world: World) -> Case:
 
 
 MAKERS = (
-    *([raw_case] * 8),
-    *([layout_case] * 3),
-    *([json_case] * 2),
-    *([parquet_case] * 3),
-    *([schema_case] * 5),
-    *([config_case] * 5),
-    *([option_case] * 6),
-    *([fit_case] * 4),
-)
+    *(raw_case,) * 8, *(layout_case,) * 3, *(json_case,) * 2, *(parquet_case,) * 3, *(schema_case,) * 5,
+    *(config_case,) * 5, *(option_case,) * 6, *(fit_case,) * 4,
+)  # fmt: skip
 
 
 def case_of(seed: int, number: int, world: World) -> tuple[Case, Outcome]:
@@ -1252,11 +1126,8 @@ def content_faults(case: Case, outcome: Outcome, world: World) -> list[str]:
     if case.verb != "prepare" or wanted.outcome in ("any", "error"):
         return []
     if wanted.outcome == "same":
-        return (
-            []
-            if outcome.code == 0 and content_of(outcome) == world.prepared(plain)
-            else ["differs from the plain file"]
-        )
+        is_same = outcome.code == 0 and content_of(outcome) == world.prepared(plain)
+        return [] if is_same else ["differs from the plain file"]
     if outcome.code != 0:
         allowed = "--skip-bad-rows" in case.arguments
         return ["is an error though it may be skipped"] if wanted.outcome == "skipped" and allowed else []
@@ -1301,10 +1172,8 @@ def main() -> int:
     verbs = sorted({verb for verb, _ in counts})
     print(f"\n{'verb':<10}{'accepted':>10}{'refused':>10}{'fault':>8}")
     for verb in verbs:
-        print(
-            f"{verb:<10}"
-            + "".join(f"{counts[verb, k]:>{w}}" for k, w in (("accepted", 10), ("refused", 10), ("fault", 8)))
-        )
+        told = (("accepted", 10), ("refused", 10), ("fault", 8))
+        print(f"{verb:<10}" + "".join(f"{counts[verb, kind]:>{width}}" for kind, width in told))
     print(f"{sum(counts.values())} cases of seed {options.seed}, {wrong} with faults")
     return int(bool(wrong))
 

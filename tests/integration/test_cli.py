@@ -248,26 +248,6 @@ def test_options_are_judged_before_data_is_read(work: Path, arguments: list[str]
     assert re.search(message, err) and "absent.csv" not in err, err
 
 
-def test_a_flipped_byte_is_found_by_check(work: Path, command: Any) -> None:
-    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
-    part = next(Path("packed/train").glob("part-*.arrow"))
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
-    assert f"{part}, block" in command("check", "packed", code=2)
-
-
-def test_a_damaged_vocabulary_is_found_by_check(work: Path, command: Any) -> None:
-    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
-    run = command("train", "small.yaml", "--set", "train.max_steps=1", "--json")["run_dir"]
-    vocabulary = Path(run, "encoder", "vocab", "C3")
-    data = vocabulary.read_bytes()
-    vocabulary.unlink()  # it is a hard link to the dataset's
-    vocabulary.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "C3 is missing or damaged" in command("check", run, code=2)
-    assert command("check", "packed", "--json")["ok"]
-
-
 @pytest.mark.parametrize("damage", ["header", "other", "cut", "content"])
 def test_training_looks_at_the_vocabularies_it_takes(work: Path, damage: str, command: Any) -> None:
     """At sizes and headers, before a folder is made: contents, which `check` reads, can be prepared again."""

@@ -235,6 +235,7 @@ def left_rows(folder: Path) -> Path:
     return left.path
 
 
+@pytest.mark.slow_but("clean-ssd", "resume-file")
 @pytest.mark.parametrize("named", ["ssd", "file"])
 @pytest.mark.parametrize("by", ["clean", "resume"])
 def test_rows_that_a_killed_run_left_elsewhere_go(dataset: PackedDataset, tmp_path: Path, named: str, by: str) -> None:

@@ -23,7 +23,7 @@ NAMES = [
     "C:\\d",
 ]
 LABEL = "clicked?/0"
-NUM_ROWS = 600
+NUM_ROWS = 300
 OPTIONS = {"batch_size": 64, "epochs": 1, "embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1}
 
 

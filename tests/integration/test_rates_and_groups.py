@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,12 @@ def test_other_weights_are_not_calibrated(run: hotrow.Run, tmp_path: Path) -> No
 def test_a_finished_run_can_be_calibrated(plain: hotrow.Run, run: hotrow.Run, tmp_path: Path) -> None:
     found = run.record.calibration
     assert found is not None
-    again = fit(clicks(3000), tmp_path / "run", None)
-    assert again.record.calibration is None
-    folder = runs.resume(again.path, [f"calibration.method={found.method}"], quiet=True)
+    again = shutil.copytree(plain.path, tmp_path / "run")
+    assert hotrow.load(again).record.calibration is None
+    folder = runs.resume(again, [f"calibration.method={found.method}"], quiet=True)
     assert folder.record.calibration == found and folder.record.metrics == run.record.metrics
-    runs.resume(again.path, ["calibration.method=null"], quiet=True)
-    assert hotrow.load(again.path).record.calibration is None
+    runs.resume(again, ["calibration.method=null"], quiet=True)
+    assert hotrow.load(again).record.calibration is None
 
 
 def test_left_out_negatives_count_in_scores_of_new_rows_alone(plain: hotrow.Run, tmp_path: Path) -> None:
@@ -187,7 +188,9 @@ def test_weights_count_in_calibration_and_groups(tmp_path: Path) -> None:
     rows = clicks(2000)
     rows = rows.append_column("w", pa.array(np.where(rows["click"].to_numpy(), 1.0, 5.0)))
     run = fit(rows, tmp_path / "run", "platt", weight="w")
-    plain, found = fit(rows, tmp_path / "plain", None, weight="w").evaluate("val"), run.evaluate("val")
+    found = run.evaluate("val")
+    runs.resume(run.path, ["calibration.method=null"], quiet=True)
+    plain = hotrow.load(run.path).evaluate("val")
     assert found["base_rate"] < 0.15 and found["calibration"] == pytest.approx(1, abs=0.05)
     assert (found["auc"], found["gauc"]) == pytest.approx((plain["auc"], plain["gauc"]))
     assert 0.4 < found["gauc"] < 1 and found["logloss"] < plain["logloss"] + 1e-4

@@ -69,8 +69,16 @@ def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_p
     assert run.metrics["auc"] == hotrow.load(alone.path).metrics["auc"]
 
 
-def test_the_report_says_what_the_first_run_found(tmp_path: Path) -> None:
-    run = hotrow.fit(clicks(1500, timed=False), label="click", run=tmp_path / "run", **OPTIONS)
+@pytest.fixture(scope="module")
+def once_and_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[hotrow.Run, hotrow.Run]:
+    """Runs of the same rows, without and with a second run that trains the validation rows too."""
+    folder, rows = tmp_path_factory.mktemp("refit"), clicks(1500, timed=True)
+    once = hotrow.fit(rows, label="click", time="ts", run=folder / "once", refit=False, **OPTIONS)
+    return once, hotrow.fit(rows, label="click", time="ts", run=folder / "twice", **OPTIONS)
+
+
+def test_the_report_says_what_the_first_run_found(once_and_twice: tuple[hotrow.Run, hotrow.Run]) -> None:
+    _, run = once_and_twice
     auc = (hotrow.load(run.path / "selection").record.metrics or {})["val"]["auc"]
     said = how_selected(run.folder.facts())
     assert len(said) == 1 and f"{auc:.4f}" in said[0]
@@ -78,23 +86,15 @@ def test_the_report_says_what_the_first_run_found(tmp_path: Path) -> None:
     assert not how_selected(hotrow.load(run.path / "selection").folder.facts())
 
 
-def test_losses_of_parts_are_kept_where_they_are_read(tmp_path: Path) -> None:
-    def kept(run: hotrow.Run) -> set[bool]:
-        return {"losses" in line for line in run.folder.measurements() if line.get("split") == "val"}
-
-    twice, once = (
-        hotrow.fit(clicks(1000, timed=False), label="click", run=tmp_path / f"{refit}", refit=refit, **OPTIONS)
-        for refit in (True, False)
-    )
-    assert kept(hotrow.load(twice.path / "selection")) == {True}
-    assert kept(once) == {False}
+def test_losses_of_parts_are_kept_where_they_are_read(once_and_twice: tuple[hotrow.Run, hotrow.Run]) -> None:
+    once, twice = once_and_twice
+    for run, kept in ((hotrow.load(twice.path / "selection"), True), (once, False)):
+        assert {"losses" in line for line in run.folder.measurements() if line.get("split") == "val"} == {kept}
 
 
-def test_ids_of_validation_rows_are_known_afterwards(tmp_path: Path) -> None:
-    rows = clicks(1500, timed=True)
-    run = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "run", **OPTIONS)
-    once = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "once", refit=False, **OPTIONS)
-    sizes = [PackedDataset.open(each.path / "data").info.table_by_name["item"].num_embeddings for each in (once, run)]
+def test_ids_of_validation_rows_are_known_afterwards(once_and_twice: tuple[hotrow.Run, hotrow.Run]) -> None:
+    once, twice = once_and_twice
+    sizes = [PackedDataset.open(run.path / "data").info.table_by_name["item"].num_embeddings for run in (once, twice)]
     assert sizes[0] < sizes[1]
     assert not (once.path / "selection").exists() and "val" in (once.record.metrics or {})
 
@@ -117,9 +117,9 @@ def test_a_selection_that_was_interrupted_is_trained_again(tmp_path: Path, monke
     assert [Path(call).name for call in calls] == ["selection", "run", "run"]
 
 
-@pytest.mark.parametrize("options", [{"split": {"fractions": [0.9, 0.0, 0.1]}}, {"refit": False}])
-def test_without_validation_rows_there_is_one_run(options: dict[str, Any], tmp_path: Path) -> None:
-    run = hotrow.fit(clicks(600, timed=False), label="click", run=tmp_path / "run", **options, **OPTIONS)
+def test_without_validation_rows_there_is_one_run(tmp_path: Path) -> None:
+    split = {"fractions": [0.9, 0.0, 0.1]}
+    run = hotrow.fit(clicks(600, timed=False), label="click", run=tmp_path / "run", split=split, **OPTIONS)
     assert not (run.path / "selection").exists() and run.record.status == "finished"
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
-from test_verbs import command
 
 import hotrow
 from hotrow.cli import app as cli
@@ -284,18 +283,16 @@ def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tm
     assert not {route.path for route in app.routes} & {"/apply", "/rollback"}
 
 
-def test_where_it_listens_is_said(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_where_it_listens_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     words = ["serve", str(folder / "out"), "--work", str(tmp_path / "work"), "--port"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        _, err = command(*words, port, capfd=capfd, monkeypatch=monkeypatch, code=2)
+        err = command(*words, port, code=2)
         assert f"port {port}: Address already in use; choose another" in err
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
-    _, err = command(*words, "0", capfd=capfd, monkeypatch=monkeypatch)
-    assert re.search(r"at http://127\.0\.0\.1:[1-9]\d*/score", err)
-    _, err = command(*words, "0", "--deltas", "none", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    command(*words, "0")
+    assert re.search(r"at http://127\.0\.0\.1:[1-9]\d*/score", command.err)
+    err = command(*words, "0", "--deltas", "none", code=2)
     assert "there is no folder none" in err
 
 

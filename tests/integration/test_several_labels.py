@@ -181,6 +181,7 @@ def test_the_export_scores_each_label(run: hotrow.Run, tmp_path: Path) -> None:
     np.testing.assert_allclose(scores.numpy(), run.predict(new), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow_but("dlrm")
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
 def test_a_resumed_run_ends_with_the_same_bits(run: hotrow.Run, tmp_path: Path, model: str) -> None:
     def trained(name: str, steps: int) -> Path:

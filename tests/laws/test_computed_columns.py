@@ -116,6 +116,7 @@ def save(rows: dict[str, list[Any]], path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow_but(".csv")
 @pytest.mark.filterwarnings("ignore:ids that training never saw")
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
@@ -214,6 +215,7 @@ def as_file(rows: dict[str, list[Any]], path: Path) -> str:
     return save(rows, path)
 
 
+@pytest.mark.slow_but(".parquet")
 @pytest.mark.filterwarnings("ignore:ids that training never saw")
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:

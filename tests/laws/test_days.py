@@ -298,6 +298,7 @@ def test_a_plain_dataset_is_a_base_that_has_forgotten_its_rare_ids(logs: list[Pa
     assert {name: part.num_rows for name, part in dataset.splits.items()} == {"train": 700}
 
 
+@pytest.mark.slow_but("{'threads': 1}", "{'memory_bytes': 24000}")
 @pytest.mark.parametrize("options", [{"threads": 1}, {"rows_per_chunk": 61}, {"memory_bytes": 24_000}], ids=str)
 def test_how_it_runs_moves_no_byte(
     days: list[Path], logs: list[Path], tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -309,6 +310,7 @@ def test_how_it_runs_moves_no_byte(
     assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
 
 
+@pytest.mark.slow_but("count-6", "encode-0")
 @pytest.mark.parametrize(("stage", "number"), [("count", 1), ("count", 6), ("encode", 0), ("encode", 5)])
 def test_stopped_and_continued_moves_no_byte(
     days: list[Path], logs: list[Path], tmp_path: Path, stage: str, number: int
@@ -622,6 +624,7 @@ def counted(path: Path, kind: Any, ids: list[Any]) -> Counted:
     return Counted.open(*files)
 
 
+@pytest.mark.slow_but("1-2-int", "3-5-bytes", "2-4-int", "0-1-bytes")
 @pytest.mark.parametrize("kind", ["int", "bytes"])
 @pytest.mark.parametrize(("seed", "unused_days"), [(0, 1), (1, 2), (2, 4), (3, 5)])
 def test_random_days_with_expiry_are_those_of_dictionaries(

@@ -209,7 +209,7 @@ def base(made: Chain, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made[0][0], tmp_path / "base"))
 
 
-@pytest.mark.slow_but("0-float32", "1-bf16", "2-int8", "3-float32")
+@pytest.mark.slow_but("0-float32", "1-bf16", "2-int8")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(5))
 def test_an_export_and_its_deltas_are_the_whole_export(tmp_path: Path, seed: int, form: str) -> None:

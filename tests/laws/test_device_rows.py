@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE, assert_agrees, slow_interpreted
+from test_tiers import OPTIMIZERS
 from torch import Tensor
 
 import hotrow
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.kernels import ops, triton_ops
 from hotrow.kernels.triton_moves import Moment, Streams
-from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.optim import SGD
 from hotrow.placement import device
 from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_slots_on_device
 from hotrow.placement.slots import COUNTS, RowSlots, directory_of
@@ -36,13 +37,6 @@ from hotrow.placement.worker import Worker
 from hotrow.tables import TableConfig, Uniform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda emb: SGD(emb, lr=0.1),
-    "adagrad": lambda emb: Adagrad(emb, lr=0.1, initial_accumulator_value=0.25),
-    "row_wise_adagrad": lambda emb: RowWiseAdagrad(emb, lr=0.1),
-    "adam": lambda emb: Adam(emb, lr=0.01),
-    "ftrl": lambda emb: FTRL(emb, lr=0.1, l1=0.01, l2=0.02),
-}
 FEATURES = ("a", "b", "c", "d")
 ROWS = {"t": 60, "u": 90, "v": 5}
 WIDTH = 6 + 2 * 11 + 4

@@ -110,6 +110,7 @@ def test_micro_batches(data: Path, tmp_path: Path) -> None:
     check(outcome(run), outcome(plain))
 
 
+@slow_interpreted
 def test_a_full_device_keeps_the_checkpoint_and_names_a_budget(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def run(logs: Path) -> hotrow.Run:
     return train(logs / "data", logs / "run")
 
 
+@pytest.mark.slow_but("fp32-bf16", "fp32-int8", "fp16-int8", "split_bf16-bf16")
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])
 def test_an_export_says_what_its_scores_lose(logs: Path, tmp_path: Path, form: Any, precision: str) -> None:

@@ -96,7 +96,7 @@ def of_part(tensors: dict[str, bytes], part: str) -> dict[str, bytes]:
     return {name: own for name, own in tensors.items() if name.startswith(part)}
 
 
-@pytest.mark.slow_but("adam", "tiers", "early stopping")
+@pytest.mark.slow_but("tiers", "early stopping")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -125,7 +125,7 @@ def test_it_begins_with_the_other_runs_predictions(
     assert (first["step"], first["split"], first["auc"]) == (0, "train", expected["auc"])
 
 
-@pytest.mark.slow_but("from DRAM-DRAM", "from tiers-tiers")
+@pytest.mark.slow_but("from tiers-tiers")
 @pytest.mark.parametrize("wanted", [[], TIERS, ["train.seed=9"]], ids=["DRAM", "tiers", "another seed"])
 @pytest.mark.parametrize("before", [[], TIERS], ids=["from DRAM", "from tiers"])
 def test_frozen_parts_keep_the_other_runs_bits(
@@ -148,7 +148,7 @@ def test_frozen_parts_keep_the_other_runs_bits(
                 assert of_part(end, part) != of_part(start, part), (frozen, part)
 
 
-@pytest.mark.slow_but("DRAM-adam", "tiers-split")
+@pytest.mark.slow_but("DRAM-adam")
 @pytest.mark.parametrize(
     "changes",
     [

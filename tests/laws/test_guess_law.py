@@ -146,7 +146,7 @@ def test_rows_beyond_the_first_that_are_prepared_decide_nothing(
     check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split, 7000))
 
 
-@pytest.mark.slow_but("click-1-True", "number-1-False", "ts-1-True", "ts-0-False", "other-2-True")
+@pytest.mark.slow_but("click-1-True", "number-1-False", "ts-1-True")
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(("column", "skip"), [("click", 1), ("number", 1), ("ts", 1), ("ts", 0), ("other", 2)])
 def test_a_row_that_is_left_out_moves_the_split_of_the_rows_after_it(

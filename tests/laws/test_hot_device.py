@@ -195,9 +195,10 @@ def test_collections_that_have_no_room_for_copies_on_a_device(monkeypatch: pytes
         HotCopies(emb, optimizer, HOT_SET, device=DEVICE)
 
 
-# Every optimizer passes the loop above; whole runs of those with other states of a row take a while in the interpreter.
+# Every optimizer passes the loop above; whole runs take a while in the interpreter.
 RUNS = [
-    pytest.param(*case, marks=() if name == "adam" else pytest.mark.slow, id=name) for name, case in OPTIMIZERS.items()
+    pytest.param(*case, marks=() if name == "adam" and HAS_GPU else pytest.mark.slow, id=name)
+    for name, case in OPTIMIZERS.items()
 ]
 
 
@@ -232,6 +233,7 @@ def test_fixed_turns(data: Path, tmp_path: Path, on_device: None, steps_there: l
     assert len(steps_there) > 1
 
 
+@slow_interpreted
 def test_rows_in_tiers_with_copies_on_a_device(
     tmp_path: Path, make_dataset: Callable[..., PackedDataset], on_device: None, steps_there: list[int]
 ) -> None:

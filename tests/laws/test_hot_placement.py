@@ -98,7 +98,7 @@ def stopped_and_resumed(
         yield run
 
 
-@pytest.mark.slow_but("True-ftrl", "True-float16", "False-adam")
+@pytest.mark.slow_but("True-ftrl", "True-float16")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(("data", "optimizer"), sampled([True, False], OPTIMIZERS, pairs=False), indirect=["data"])
 def test_copies_are_invisible(data: Path, tmp_path: Path, optimizer: str) -> None:
@@ -150,6 +150,7 @@ def test_what_cannot_be_is_refused_and_what_is_done_is_said(
     trained(without, tmp_path / "fixed", "hot.schedule=fixed", "train.max_steps=2", "train.eval_every=null")
 
 
+@pytest.mark.slow_but("listed-fixed", "listed-fae", "ranked-window")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize("schedule", ["fae", "fixed", "window"])
 def test_what_is_hot_is_said_and_that_nothing_is(data: Path, tmp_path: Path, schedule: str) -> None:
@@ -628,7 +629,7 @@ def test_flushing_what_has_not_changed_copies_nothing() -> None:
     assert copies.num_copied == 1, "the tables were never written"
 
 
-@pytest.mark.slow_but("True-window", "True-fixed")
+@pytest.mark.slow_but("True-window")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(
     ("data", "schedule"), sampled([True, False], ["fae", "fixed", "window"], pairs=False), indirect=["data"]

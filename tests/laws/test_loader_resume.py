@@ -70,7 +70,7 @@ loaders = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(arguments=loaders, epoch=st.integers(0, 3), data=st.data())
 def test_resume_at_any_batch_gives_the_same_bits(
     split: Split, arguments: dict, epoch: int, data: st.DataObject
@@ -121,7 +121,7 @@ def test_every_row_once_per_epoch_with_its_own_columns(split: Split, arguments: 
         assert numbers == wanted.tolist()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     front=marks,
     size=st.integers(5, 90),

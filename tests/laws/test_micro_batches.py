@@ -353,7 +353,7 @@ def config(data: Data, run: Path, changes: list[str], memory: Any = "dram") -> C
     return make_config(apply_overrides(raw, changes))
 
 
-@pytest.mark.slow_but("split weights", "window")
+@pytest.mark.slow_but("window")
 @needs_native
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS.keys())
 def test_a_run_in_tiers_that_was_stopped_is_the_run_in_dram(

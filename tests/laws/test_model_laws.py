@@ -311,7 +311,7 @@ def on_disk(setup: Setup, folder: Path) -> Setup:
     return Setup.decide(config, setup.dataset, folder)
 
 
-@pytest.mark.slow_but("dlrm-False", "din-False")
+@pytest.mark.slow_but("dlrm-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
 def test_rows_on_disk_and_a_stop_change_no_bit(
@@ -400,6 +400,7 @@ FACTORS: dict[str, Callable[[Tensor], float]] = {
 }
 
 
+@pytest.mark.slow_but("address-1-ranks0", "none-2-ranks2")
 @pytest.mark.parametrize(("factor", "R", "ranks"), [("address", 1, (0,)), ("threads", 2, (1,)), ("none", 2, (0, 1))])
 def test_a_model_that_breaks_the_law_is_told(
     pool: RankPool, data: Path, tmp_path: Path, factor: str, R: int, ranks: Sequence[int]

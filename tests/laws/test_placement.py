@@ -86,13 +86,7 @@ def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[lis
 Truth = Callable[[list[str]], dict[str, Any]]
 
 
-@pytest.mark.slow_but(
-    "adam, row-wise adagrad",
-    "mean, early stopping",
-    "stored order",
-    "split weights, bfloat16 layers",
-    "float16 tables, ftrl",
-)
+@pytest.mark.slow_but("mean, early stopping", "split weights, bfloat16 layers", "float16 tables, ftrl")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_in_tiers_is_the_run_in_dram(data: Path, truth: Truth, tmp_path: Path, variant: str) -> None:
     changes = VARIANTS[variant]

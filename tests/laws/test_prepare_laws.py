@@ -43,6 +43,13 @@ def plain(
     return request.param, file_hashes(out)
 
 
+@pytest.mark.slow_but(
+    "time-{'threads': 1}",
+    "random-{'threads': 2}",
+    "time-{'rows_per_chunk': 61}",
+    "random-{'rows_per_chunk': 300}",
+    "random-{'rows_per_chunk': 1000}",
+)
 @pytest.mark.parametrize(
     "options",
     [{"threads": 1}, {"threads": 2}, {"rows_per_chunk": 1000}, {"rows_per_chunk": 61}, {"rows_per_chunk": 300}],
@@ -116,6 +123,9 @@ class StopAfter:
         monkeypatch.setattr(pipeline, "ingest", reading)
 
 
+@pytest.mark.slow_but(
+    "random-7-read", "random-1-count", "random-20-encode", "time-1-read", "time-7-count", "time-20-encode"
+)
 @pytest.mark.parametrize("stage", ["read", "count", "encode"])
 @pytest.mark.parametrize("count", [1, 7, 20])
 def test_stopped_and_continued_moves_no_byte(

@@ -1,10 +1,7 @@
 """Stack distances against looking through the stack, and miss-ratio curves against caches that are run."""
 
-import gzip
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import reuse_truth
-from benchmarks.locality.reuse import MissRatioCurve, ReuseProfile, is_sampled
+from benchmarks.locality.reuse import ReuseProfile, is_sampled
 from hotrow.kernels import ops
 
-pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches")
+pytestmark = [
+    pytest.mark.package,
+    pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches"),
+]
 
 
 def profile(ids: NDArray[Any], access: Any = "lookup", *, batch: int = 100, **options: Any) -> ReuseProfile:
@@ -102,25 +101,6 @@ def test_against_a_cache_that_is_run(alpha: float, dtype: type) -> None:
         assert curve.first == len(np.unique(stream)) / len(stream)
 
 
-def test_against_a_stack_that_is_a_list() -> None:
-    native = pytest.importorskip("hotrow._native")
-    for threshold, once, num_rows in ((2**64 - 1, False, 40), (2**64 - 1, True, 900), (2**62, True, 5000)):
-        pair = [module.StackDistances(threshold, 7) for module in (native, reuse_truth)]
-        generator = np.random.default_rng(num_rows)
-        for _ in range(200):  # more accesses than places, several times: the native one has to compact and to grow
-            ids = generator.integers(0, num_rows, generator.integers(0, 120))
-            for made in pair:
-                made.add(ids, once)
-        results = []
-        for made in pair:
-            histogram, gaps = np.zeros(made.histogram_size, np.uint64), np.zeros(128, np.uint64)
-            made.histogram(histogram)
-            made.gaps(gaps)
-            facts = (made.num_accesses, made.num_rows, made.num_distinct)
-            results.append((facts, np.trim_zeros(histogram, "b").tolist(), gaps.tolist()))
-        assert results[0] == results[1]
-
-
 def check_sample(ids: NDArray[Any], *, rate: float, seed: int, capacities: tuple[int, ...]) -> None:
     """A sampled curve against caches that are run, within four standard errors.
 
@@ -145,12 +125,6 @@ def test_sampling_against_exact_distances(rate: float, seed: int) -> None:
     check_sample(zipf(20_000, 60_000), rate=rate, seed=seed, capacities=(300, 1000, 3000, 10_000, 19_000))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_sampling_where_one_row_takes_a_third(seed: int) -> None:
-    """Whether that row is in the sample changes its accesses by far; the correction of the count makes up for it."""
-    check_sample(zipf(20_000, 60_000, alpha=1.5), rate=0.3, seed=seed, capacities=(100, 300, 1000))
-
-
 def test_sampling_is_close_where_it_matters() -> None:
     """The bound above is wide for small caches; over the whole curve the mean error is a fraction of it."""
     ids = zipf(20_000, 60_000)
@@ -160,13 +134,6 @@ def test_sampling_is_close_where_it_matters() -> None:
         np.abs(profile(ids, rate=0.1, seed=s).curve().miss_ratio(sizes) - exact.miss_ratio(sizes)) for s in (0, 1)
     ]
     assert np.mean(errors) < 0.02  # one standard error of the sample of rows, at rate 0.1, is 0.01 to 0.02 here
-
-
-@pytest.mark.slow
-def test_sampling_on_the_real_trace(real_data: Callable[[str], Path]) -> None:
-    with gzip.open(real_data("embedding_trace_500k_medium.txt.gz")) as file:
-        ids = np.array(file.read().split(), np.int64)
-    check_sample(ids, rate=0.1, seed=0, capacities=(1000, 5000, 20_000, 50_000))
 
 
 def test_the_sample_is_a_choice_of_rows_by_seed() -> None:
@@ -191,17 +158,6 @@ def test_overlap_against_sets_of_batches() -> None:
         assert made.overlap(k) == seen / rows
     assert profile(ids[:1000], "row").overlap(10) is None
     assert profile(ids[:1100], "row").overlap(10) is not None
-
-
-def test_a_curve_in_a_file_never_promises_more_hits() -> None:
-    curve = profile(zipf(50_000, 100_000)).curve()
-    kept = MissRatioCurve(*map(np.array, curve.to_json().values()))
-    assert len(kept.capacities) < 300 < len(curve.capacities)
-    sizes = np.arange(60_000)
-    assert (kept.miss_ratio(sizes) >= curve.miss_ratio(sizes)).all()
-    smaller = np.floor(sizes / 1.1).astype(np.int64)  # two points of the file are at most 2^(1.5 / 16) apart
-    assert (kept.miss_ratio(sizes) <= curve.miss_ratio(smaller))[20:].all()
-    assert kept.miss_ratio(10**9) == curve.miss_ratio(10**9)
 
 
 def test_what_is_refused() -> None:

@@ -165,7 +165,7 @@ ODD: dict[str, list[Any]] = {
 
 
 @native
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_the_short_way_reads_cells_as_the_long_one(export: Path, tmp_path: Path, seed: int) -> None:
     """Scores and counts, of columns of one kind and of several, in users, items, dicts and lists."""
     rng = random.Random(seed)
@@ -601,6 +601,7 @@ def test_applying_leaves_profilers_as_they_were(days: Days, tmp_path: Path) -> N
     assert sys.getprofile() is None
 
 
+@pytest.mark.slow_but("export.json", ".")
 @pytest.mark.parametrize(
     "name", ["export.json", "tables/item.safetensors", "encoder/vocab/user", "model.safetensors", "."]
 )
@@ -776,6 +777,11 @@ with tempfile.TemporaryDirectory() as name:
 """
 
 
+@pytest.mark.slow_but(
+    "out-700-/out-chmod",
+    "out/tables/user.safetensors-600-/out/tables/user.safetensors-chmod",
+    "own/vocab-755-/own/vocab---work",
+)
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become another user, who may not read what root made")
 @pytest.mark.parametrize(
     ("change", "mode", "named", "cure"),

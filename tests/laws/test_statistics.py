@@ -314,7 +314,7 @@ def test_a_random_split_is_by_the_row_of_the_file(tmp_path: Path) -> None:
     np.testing.assert_allclose(stored(dataset, of_rows, 700), truth(rows, of_rows), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow_but("0-time-options0", "0-random-options1", "9-time-options2", "9-random-options3", "0-time-options4")
+@pytest.mark.slow_but("0-time-options0", "9-time-options2", "9-random-options3")
 @pytest.mark.parametrize("options", [{}, {"sample": 0.4}, {"rows": 300}, {"rows": 300, "sample": 0.4}, {"rows": 90}])
 @pytest.mark.parametrize("split", ["time", "random"])
 @pytest.mark.parametrize("skip_bad_rows", [0, 9])

@@ -184,6 +184,9 @@ def run_schedule(folder: Path, medium: str, seed: int, sizes: tuple[int, ...], n
         table.path.with_suffix(".middle").unlink(missing_ok=True)
 
 
+@pytest.mark.slow_but(
+    "mapped-sample", "io_uring-sample", "threads-sample", "gathered io_uring-sample", "dram before threads-sample"
+)
 @looped("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 @looped("record_bytes", RECORD_BYTES)
 def test_against_a_plain_array(tmp_path: Path, medium: str, record_bytes: int, seed: int) -> None:

@@ -81,7 +81,7 @@ def test_tables_have_the_columns_that_the_config_says(data: Path, tmp_path: Path
     assert {table.name: table.embedding_dim for table in tables} == {"user": 8, "item": 16, "hour": 1}
 
 
-@pytest.mark.slow_but("fp32-adam", "split_bf16-row_wise_adagrad")
+@pytest.mark.slow_but("fp32-adam")
 @native
 @pytest.mark.parametrize("optimizer", ["row_wise_adagrad", "adam"])
 @pytest.mark.parametrize("precision", ["fp32", "split_bf16"])
@@ -93,6 +93,7 @@ def test_placement_changes_no_bit(data: Path, tmp_path: Path, optimizer: str, pr
     assert outcome(tiered) == outcome(plain)
 
 
+@pytest.mark.slow_but("True")
 @native
 @pytest.mark.parametrize("tiered", [False, True])
 def test_resume_changes_no_bit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiered: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_device import DEVICE, HAS_GPU
+from gpu_device import DEVICE, HAS_GPU, slow_interpreted
 from test_hot_placement import without_cost
 from test_resume import outcome
 from test_tbsm_law import config, prepared
@@ -47,6 +47,7 @@ def test_histories_through_slots(data: Path, tmp_path: Path) -> None:
     check(run, plain)
 
 
+@slow_interpreted
 def test_histories_of_hot_rows_there(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hot = [*SHORT, "hot.schedule=fixed", "hot.small_table=0", "hot.budget=30000", "hot.rate=50", "train.max_steps=12"]
     with copies_in_dram() as steps:

@@ -343,6 +343,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow_but("gathered threads", "io_uring", "mapped", "dram before io_uring", "mapped before threads")
 @pytest.mark.parametrize("medium", SCHEDULES)
 def test_schedules(tmp_path: Path, engines: dict[str, Engines], medium: str) -> None:
     for seed in range(2 * SCHEDULES[medium]):

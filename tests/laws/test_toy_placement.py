@@ -5,12 +5,12 @@ Nothing in hotrow knows `Dicts`. The truth is a plain collection in DRAM, and bo
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_worlds import OPTIMIZERS
 from torch import Tensor
 
 import hotrow
@@ -102,13 +102,6 @@ def test_a_placement_takes_little() -> None:
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 60
 
 
-OPTIMIZERS = {
-    "sgd": partial(hotrow.SGD, lr=0.3),
-    "adagrad": partial(hotrow.Adagrad, lr=0.3, initial_accumulator_value=0.1),
-    "row_wise_adagrad": partial(hotrow.RowWiseAdagrad, lr=0.3),
-    "adam": partial(hotrow.Adam, lr=0.02),
-    "ftrl": partial(hotrow.FTRL, lr=0.2, l1=0.001, l2=0.01),
-}
 FEATURES = ("a", "b", "c", "d")
 ROWS = {"t": 90, "u": 60, "v": 5}
 

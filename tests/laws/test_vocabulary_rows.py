@@ -116,6 +116,7 @@ def cases() -> st.SearchStrategy[Case]:
     )
 
 
+@pytest.mark.slow_but("in memory-reference", "spilled-native")
 @pytest.mark.parametrize("module", BACKENDS)
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 512], ids=["in memory", "spilled"])
 def test_against_a_dict(module: ModuleType, memory_bytes: int) -> None:

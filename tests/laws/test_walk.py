@@ -372,6 +372,7 @@ def test_bad_rows_may_be_skipped_from_any_day_on(begun: tuple[Path, Path]) -> No
 EMPTY = {"no byte": "", "a header alone": "click,ts,user,item,price\n"}
 
 
+@pytest.mark.slow_but("a header alone")
 @pytest.mark.parametrize("what", EMPTY)
 def test_a_day_without_rows_is_passed_over(
     begun: tuple[Path, Path], what: str, capsys: pytest.CaptureFixture[str]

@@ -63,6 +63,7 @@ def warned(run: RunFolder) -> str:
     return str(found["text"])
 
 
+@pytest.mark.slow_but("tiers")
 @pytest.mark.parametrize("dram", [DRAM, "1GiB"], ids=["tiers", "in memory"])
 def test_a_budget_that_is_spent_is_said_once_and_changes_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dram: Any

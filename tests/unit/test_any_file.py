@@ -118,13 +118,6 @@ def test_integers_in_one_parquet_file_and_floats_in_the_next_are_one_column(orde
     assert rows["late"] == [None, None, 5, 6][::1] if order == 1 else [5, 6, None, None]
 
 
-def test_numbers_and_text_are_still_two_columns(tmp_path: Path) -> None:
-    for i, values in enumerate(([1, 2], ["1", "2"])):
-        pq.write_table(pa.table({"y": [0, 1], "a": values}), tmp_path / f"{i}.parquet")
-    with pytest.raises(ValueError, match=r"1\.parquet: column 'a' has type string, .*0\.parquet has int64"):
-        ColumnsSource(tmp_path, schema_of("a"))
-
-
 def write_parquet(table: pa.Table, path: Path) -> None:
     pq.write_table(table, path, row_group_size=70)
 
@@ -199,7 +192,6 @@ def through_fifo(path: Path, content: bytes) -> Path:
 
 
 def through_descriptor(path: Path, content: bytes) -> Path:
-    """As a shell's process substitution and /dev/stdin."""
     end, begin = os.pipe()
 
     def write() -> None:
@@ -263,6 +255,7 @@ JOINED: dict[str, Callable[[list[str]], str]] = {
 }
 
 
+@pytest.mark.slow_but("i-|", "i-json")
 @pytest.mark.parametrize("separator", JOINED)
 @pytest.mark.parametrize("prefix", ["i", pytest.param("", marks=pytest.mark.slow)])
 def test_joined_lists_are_told_from_ids(separator: str, prefix: str, tmp_path: Path) -> None:
@@ -300,12 +293,3 @@ def test_text_with_blanks_and_brackets_is_no_list(texts: list[str]) -> None:
         assert column.separator is None
     frame = frame.set_column(2, "tags", pa.array([texts[i % len(texts)] for i in range(N)]))
     assert not any("separator" in guess.spec for guess in guess_columns(frame, label="y").guesses)
-
-
-@pytest.mark.parametrize("text", ["[1, 2", "{}", "7", "[[1]]", "[true]"])
-def test_what_is_no_json_array_is_a_bad_row(text: str) -> None:
-    frame = pa.table({"y": [0, 1, 0], "tags": ["[1, 20000000000000000001]", text, "[]"]})
-    schema = schema_of({"column": "tags", "kind": "sequence", "separator": "json"})
-    with pytest.raises(RowError, match=r"<frame>:2 \(tags\): .* is not a JSON array of ids"):
-        read(ColumnsSource(frame, schema))
-    assert read(ColumnsSource(frame, schema, skip_bad_rows=1))["tags"] == [["1", "20000000000000000001"], []]

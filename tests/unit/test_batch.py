@@ -141,11 +141,6 @@ def test_batches_without_samples_or_ids_pool_to_zeros_and_train_nothing(
         assert torch.equal(weight, before[name])
 
 
-def test_an_empty_matrix_has_no_samples() -> None:
-    emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
-    assert emb(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 6)
-
-
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_table_has_columns(dim: int) -> None:
     with pytest.raises(ValueError, match=f"table 't': embedding_dim is {dim}; it must be at least 1"):
@@ -180,10 +175,3 @@ def test_samples_of_a_batch_have_the_bags_they_had(weighted: bool) -> None:
             assert own is None or torch.equal(theirs, own[first:last])
     assert KeyedJaggedTensor(("a", "b"), tensor(1, 2, 3, 4)).samples(1, 2).values.tolist() == [2, 4]
     assert KeyedJaggedTensor(("a", "b"), tensor(1, 2, 3, 4)).samples(1, 2).one_hot
-
-
-@pytest.mark.parametrize("lengths", [None, [2, 0, 0, 3], [0, 0, 0, 0], []])
-def test_the_ends_of_keys_are_those_of_their_spans(lengths: list[int] | None) -> None:
-    num = 6 if lengths is None else sum(lengths)
-    bags = KeyedJaggedTensor(KEYS, torch.arange(num), lengths=None if lengths is None else torch.tensor(lengths).long())
-    assert bags.key_ends() == [bags.span("a").start, bags.span("a").stop, bags.span("b").stop]

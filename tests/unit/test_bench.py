@@ -1,9 +1,16 @@
 """The bench measures what it says: outputs first, stolen rounds dropped, its own limits, pages made from its JSON."""
 
+import json
+import mmap
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,16 +27,21 @@ from benchmarks import (
     hot_quality,
     kernels,
     micro_batches,
+    models,
     parse,
     precision,
     results,
+    serving,
     step_peers,
     step_profile,
     step_shapes,
     tiers,
     updates,
 )
+from benchmarks.serving_export import CRITEO_TABLES, key_of
 from benchmarks.study import figures as study_figures
+from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 
 pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
@@ -91,14 +103,6 @@ def test_disturbed_rounds_count_only_where_too_few_are_clean(
     left = iter(shares)
     monkeypatch.setattr(bench.Disturbance, "share", lambda self: next(left))
     assert bench.clean_rounds(lambda number: number, 4) == bench.Rounds(kept, num_clean, len(shares))
-
-
-def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty threads of ours for one core wait for one another; nobody else computes."""
-    looks, clock = iter([(0.0, 0.0, 0.0), (0.0, 9.0, 0.001)]), iter([0.0, 1.0])
-    monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
-    monkeypatch.setattr("benchmarks.disturbance.time.perf_counter", lambda: next(clock))
-    assert bench.Disturbance().share() == 0.001
 
 
 @pytest.mark.skipif(ops.backend().name != "native", reason="the limit loop is native")
@@ -282,36 +286,6 @@ def test_cells_measured_before_stay_with_their_circumstances() -> None:
     assert [loaded[name]["p"]["commit"] for name in "abc"] == ["old", "new", "newest"]
 
 
-def report_of(model: int, ratio: float, *names: str, **more: object) -> dict[str, object]:
-    rows = [
-        {"name": name, "peer": "torch", "ratio": ratio, "spread": [ratio - 0.5, ratio + 0.5], "share_of_limit": 0.5,
-         "ours_ms": 1.0, "peer_ms": 2.0, "limit_ms": 0.5, "rounds": 31, "clean_rounds": 31, "taken_rounds": 31}
-        for name in names
-    ]  # fmt: skip
-    cpu = f"AMD EPYC, family 25 model {model}" if model else "AMD EPYC"
-    machine = {"cpu": cpu, "cores": 2, "memory_bytes": 2**30, "usable_cores": 2}
-    report = {"cells": rows, "machine": machine, "backend": {"name": "native", "isa": "avx2"}, "threads": 2}
-    return {**report, "versions": {"torch": "2"}, "commit": "abc", "command": "make it", "date": "2026-01-02", **more}
-
-
-def test_pages_show_the_range_over_known_processors() -> None:
-    name = next(iter(set(claims.README_CELLS) & set(claims.SUMMARY_CELLS)))
-    reports = {"kernels": {str(m): report_of(m, ratio, name) for m, ratio in ((1, 1.36), (17, 2.72))}}
-    named = {results.processor_of(r): r for r in (*reports["kernels"].values(), report_of(0, 9.0, name, date="2027"))}
-    cells = results.over_processors({"kernels": named})
-    readme, summary = claims.readme_figures(cells), "\n".join(claims.summary(cells))
-    assert "| 1.36x - 2.72x | 2 |" in readme and "9.0" not in readme + summary
-    assert "| 1.36x - 2.72x over 2 processors | 2.72x (2.22-3.22) | torch | 50% |" in summary
-    row = claims.claim_cells({"claim": "x", "figure": "not read", "ours": name}, cells)
-    assert row[2] == "1.36x - 2.72x over 2 processors; best 2.72x (2.22-3.22) over torch"
-    assert "family 25 model 17, 2 threads" in row[4]
-    disturbed = report_of(49, 9.0, name)
-    disturbed["cells"] = [{**cell, "clean_rounds": 3} for cell in disturbed["cells"]]  # type: ignore[attr-defined]
-    with_it = {"kernels": {**named, "AMD EPYC, family 25 model 49, avx2": disturbed}}
-    assert results.over_processors(with_it) == cells
-    assert any("model 49, avx2: 1 of 1 cells not measured: all" in line for line in results.missing(with_it))
-
-
 def test_operations_of_a_step_are_those_that_torch_counts() -> None:
     shape = step_shapes.SHAPES["kaggle"].small()
     bottom, top = step_shapes.mlp_widths(shape)
@@ -328,3 +302,85 @@ def test_a_bar_is_held_or_not_where_seeds_tell() -> None:
     found = [hot_quality.at_most(0.0005, low / 1e4, high / 1e4) for low, high in ranges]
     wanted = ["held", *["not resolved"] * 3, *["**not held**"] * 2]
     assert found == [f"at most 0.0005: {said}" for said in wanted]
+
+
+def test_the_other_side_gets_every_row_with_ids_one_higher(
+    make_dataset: Callable[..., PackedDataset], tmp_path: Path
+) -> None:
+    dataset = make_dataset(tmp_path / "data")
+    columns, split, row = models.columns_of(dataset, "train"), dataset.split("train"), 0
+    for block in map(split.block, range(split.num_blocks)):
+        for k in range(block.num_rows):
+            for feature, ids in zip(dataset.info.features, block.ids, strict=True):
+                wanted = ids.values[slice(*ids.row_splits[k : k + 2])] if isinstance(ids, Ragged) else ids[k : k + 1]
+                own = columns[feature.name][row].reshape(-1)
+                assert (own[own > 0] - 1).tolist() == wanted.tolist()
+            for dense, values in zip(dataset.info.dense, block.dense, strict=True):
+                assert columns[dense.name][row] == values[k]
+            assert columns[dataset.info.labels[0].name][row] == block.label[k]
+            row += 1
+    assert row == split.num_rows == len(columns["x0"])
+
+
+def test_differences_have_the_errors_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).random((3, 4))
+
+    def run(dataset: Any, name: str, seed: int, zoo: Path | None = None, *, lazy: bool = False) -> dict[str, float]:
+        side = 0 if zoo is None else 1 + lazy
+        return {"auc": values[side, seed - 1], "buy.auc": 0.5, "samples_per_s": 10.0 * seed}
+
+    monkeypatch.setattr(models, "ours", run)
+    monkeypatch.setattr(models, "theirs", run)
+    found = models.cell(None, "din", 4, Path())
+    assert found["samples_per_s"] == {"hotrow": 25, "fuxictr": 25, "lazy": 25}
+    for side, own in enumerate(("hotrow", "fuxictr", "lazy")):
+        assert found["auc"][own]["mean"] == pytest.approx(values[side].mean())
+        assert found["auc"][own]["error"] == pytest.approx(values[side].std(ddof=1) / 2)
+    difference = values[0].mean() - values[2].mean()
+    assert found["auc"]["lazy"]["difference"] == pytest.approx(difference)
+    assert found["auc"]["lazy"]["difference_error"] == pytest.approx(np.sqrt((values.var(1, ddof=1) / 4)[[0, 2]].sum()))
+    assert found["buy.auc"]["fuxictr"] == {"mean": 0.5, "error": 0, "difference": 0, "difference_error": 0}
+
+
+def test_ids_of_a_table_differ() -> None:
+    rows = np.arange(1, max(CRITEO_TABLES), 997)
+    assert len(np.unique(key_of(rows, 3))) == len(rows)
+
+
+def test_pages_are_those_of_the_rows_whatever_their_bytes() -> None:
+    """Rows of 10 and of 132 bytes; pages that hold pinned rows are left out."""
+    row_bytes, pinned, ids = (10, 132), (1000, 40), [np.array([5, 1500, 2500]), np.array([3, 70, 200])]
+    pages = object.__new__(serving.Pages)
+    cells = SimpleNamespace(names=("a", "b"), read=lambda *given: SimpleNamespace(ids=ids))
+    pages._version, pages._pinned = SimpleNamespace(_cells=cells), np.array(pinned)
+    pages._row_bytes = np.array(row_bytes)
+    wanted = set()
+    for f, rows in enumerate(ids):
+        for row in rows:
+            page = row * row_bytes[f] // mmap.PAGESIZE
+            if page * mmap.PAGESIZE >= pinned[f] * row_bytes[f]:
+                wanted.add((f, int(page)))
+    assert wanted == set(pages.of(({}, [{}] * 3), 1.0)) and {f for f, _ in wanted} == {0, 1}
+
+
+def test_every_cell_has_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving, "NUM_REQUESTS", 4)
+    monkeypatch.setattr(serving, "SPREAD_REQUESTS", 4)
+    words = [str(tmp_path / "made"), "--size", "1MB", "--items", "7", "20", "--seconds", "0.05", "--deltas", "3"]
+    words += ["--memory", "1MiB", "--out", str(tmp_path / "out.json"), "--cells", *serving.CELLS]
+    monkeypatch.setattr(sys, "argv", ["serving", *words])
+    serving.main()
+    report, text = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert {"7 candidates", "20 candidates", "20 candidates, cold"} <= report["latency"].keys()
+    assert 0 < report["latency"]["7 candidates, cold"]["cached_share"] <= 1
+    assert {"hotrow, whole", "ONNX Runtime, dense", "torch, whole"} <= report["throughput"].keys()
+    memory = report["memory"]
+    assert memory["unknown"] == 0, "ids are those of the vocabularies, so that rows all over the tables are read"
+    assert memory["most"]["own"] >= memory["before"]["own"] > 0
+    deltas = report["deltas"]
+    assert (deltas["failed"], deltas["of_no_version"], deltas["bits_of_the_whole_export"]) == (0, 0, True)
+    assert deltas["requests"] > 0
+    assert all(f"| {cell} |" in text for cell in ("latency", "throughput", "memory")) and "failed: 0" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "out.json"]

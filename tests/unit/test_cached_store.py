@@ -44,7 +44,6 @@ def read(store: Store, rows: list[int]) -> np.ndarray:
 
 
 def held(store: Store, rows: list[int]) -> list[int]:
-    """Those that are read out of the middle."""
     found = []
     for row in rows:
         before = store.counters()["middle_hits"]
@@ -82,24 +81,6 @@ def written_down(written: list[int], stay: list[int]) -> set[int]:
     return set(written) - set(stay)
 
 
-def test_one_call_is_as_many(tmp_path: Path) -> None:
-    """Rows of one call leave in their order too, also where it has more than there are places, and some twice."""
-    rng = np.random.default_rng(3)
-    for places in (1, 3, 16, 48):
-        folders = [tmp_path / f"{places}-{i}" for i in range(2)]
-        for folder in folders:
-            folder.mkdir()
-        with cached(folders[0], places, below="dram") as one, cached(folders[1], places, below="dram") as many:
-            for _ in range(20):
-                rows = rng.integers(0, 100, 150).tolist()
-                values = rng.integers(0, 250, 150)
-                one.write(rows, np.arange(150), [np.repeat(values[:, None].astype(np.uint8), 512, axis=1)])
-                for row, value in zip(rows, values, strict=True):
-                    write(many, [row], value=int(value))
-                np.testing.assert_array_equal(read(one, list(range(100))), read(many, list(range(100))))
-            assert held(one, list(range(100))) == held(many, list(range(100)))
-
-
 @pytest.mark.parametrize("before", BEFORE)
 def test_only_what_is_newer_goes_down_and_once(tmp_path: Path, before: Kind) -> None:
     with cached(tmp_path, 48, before=before) as store:
@@ -128,24 +109,6 @@ def test_what_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_against_a_plain_dict(tmp_path: Path, before: Kind) -> None:
-    """Thousands of rows written and read at random, most of them again while their write waits."""
-    rng, truth = np.random.default_rng(11), dict.fromkeys(range(1000), 0)
-    with cached(tmp_path, 160, before=before) as store:
-        for number in range(400):
-            rows = np.minimum(rng.zipf(1.2, 60) - 1, 999) if number % 2 else rng.integers(0, 1000, 60)
-            values = rng.integers(0, 256, 60)
-            store.write(rows, np.arange(60), [np.repeat(values[:, None].astype(np.uint8), 512, axis=1)])
-            truth.update(zip(rows.tolist(), values.tolist(), strict=True))
-            asked = np.concatenate([rng.choice(rows, 20), rng.integers(0, 1000, 20)]).tolist()
-            assert read(store, asked).tolist() == [truth[row] for row in asked]
-        counts = store.counters()
-        assert counts["middle_hits"] > 3000 and counts["written_rows"] > 3000
-    with open_store(ROWS, kind="block", path=tmp_path / "rows", engines=engines()) as store:
-        assert read(store, list(truth)).tolist() == list(truth.values()), "closing wrote all down"
-
-
-@pytest.mark.parametrize("before", BEFORE)
 def test_a_row_is_read_while_its_write_down_waits(tmp_path: Path, before: Kind) -> None:
     rows = replace(ROWS, num_rows=5000)
     with cached(tmp_path, 16, before=before, rows=rows) as store:
@@ -155,30 +118,6 @@ def test_a_row_is_read_while_its_write_down_waits(tmp_path: Path, before: Kind) 
         value[:] = 0  # copied before write returned
         assert read(store, every.tolist()).tolist() == (every % 251).tolist()
         assert store.counters()["served_from_queue"] > 100
-
-
-def test_tiers_before_tiers(tmp_path: Path) -> None:
-    """DRAM before a file before a disk: a cached store is a store."""
-    with cached(tmp_path, 64, before="mapped") as lower:
-        top = open_store(replace(TIER, num_rows=16), kind="dram")
-        with open_cached_store(top, lower) as store:
-            write(store, list(range(100)), value=3)
-            assert read(store, [0, 50, 99, 100]).tolist() == [3, 3, 3, 0]
-            assert store.counters()["middle_rows"] >= 64
-    with open_store(ROWS, kind="block", path=tmp_path / "rows", engines=engines()) as store:
-        assert (read(store, list(range(100))) == 3).all()
-
-
-def test_a_table_grows(tmp_path: Path) -> None:
-    with cached(tmp_path, 16) as store:
-        write(store, [1, 999])
-        store.grow(3000)
-        write(store, list(range(2980, 3000)), value=9)
-        assert store.rows.num_rows == 3000
-        assert read(store, [1, 999, 1000, 2980, 2999]).tolist() == [7, 7, 0, 9, 9]
-    rows = replace(ROWS, num_rows=3000)
-    with open_store(rows, kind="block", path=tmp_path / "rows", engines=engines()) as store:
-        assert read(store, [1, 999, 2980]).tolist() == [7, 7, 9]
 
 
 @pytest.mark.parametrize("below", ["block", "mapped"])

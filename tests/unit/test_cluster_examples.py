@@ -120,7 +120,6 @@ class _Options:
 
 
 def worker(comm: Communicator, folder: str, given: dict[str, Any]) -> None:
-    """What Ray does in each process, in which it has made a process group."""
     os.chdir(folder)
     runpy.run_path(str(FOLDER / "ray_train.py"))["train"](given)
 

@@ -33,7 +33,6 @@ def schema_of(*categorical: Any, **more: Any) -> Schema:
 
 
 def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) -> list[Any]:
-    """The ids of one column of a frame."""
     table = pa.table({"y": pa.array([0] * len(array), pa.int8()), "a": array})
     return read(ColumnsSource(table, schema_of({"column": "a", **(spec or {})}), **options))["a"]
 
@@ -281,7 +280,6 @@ def test_times_of_every_type(array: pa.Array, options: dict[str, str], want: lis
 
 
 def test_times_are_read_as_those_of_the_first_file_that_has_rows(tmp_path: Path) -> None:
-    """A folder of a day may begin with a quiet hour."""
     for name, rows in (("a.csv", ""), ("b.csv", "1,1700000000,x\n0,1700000060,y\n")):
         (tmp_path / name).write_text(f"y,t,a\n{rows}")
     assert read(ColumnsSource([tmp_path], schema_of("a", time="t")))["time"] == [1700000000, 1700000060]
@@ -337,21 +335,6 @@ def test_frames_of_other_libraries_through_arrow() -> None:
         ColumnsSource({"y": [1, "x"], "a": [5, 6]}, schema_of("a"))
     with pytest.raises(ValueError, match=r"Series cannot be read as an Arrow table: .*; convert it first"):
         ColumnsSource(frame["l"], schema_of("a"))
-
-
-@pytest.mark.filterwarnings("ignore:Arrow output on a DB-API result")
-def test_frames_of_pandas_and_duckdb_themselves() -> None:
-    """Neither is a dependency; what others of their kind do is tested above."""
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"y": [0, 1], "a": ["x", None], "n": [7.0, None]}, index=[5, 6])
-    rows = read(ColumnsSource(frame, schema_of("a", "n")))
-    assert (rows["a"], rows["n"]) == (["x", None], [7, None])
-    with pytest.raises(ValueError, match=r"DataFrame cannot be read .* column mixed .*; convert it first"):
-        ColumnsSource(frame.assign(mixed=["x", 1]), schema_of("a"))
-    duckdb = pytest.importorskip("duckdb")
-    query = "select * from (values (0, 'x'), (1, null)) t(y, a)"
-    for result in (duckdb.connect().sql(query), duckdb.connect().execute(query)):
-        assert read(ColumnsSource(result, schema_of("a")))["a"] == ["x", None]
 
 
 def write_csv(path: Path, text: str) -> Path:

@@ -37,13 +37,11 @@ BACKENDS = [
 
 @pytest.fixture(params=BACKENDS)
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Runs the test on the native module and on its twin."""
     monkeypatch.setattr(native, "backend", lambda: request.param)
     return request.param
 
 
 def row(n: int, *, label: str | None = "0", **fields: str) -> list[str]:
-    """A row whose every field depends on n; I2 and C4 empty."""
     values = {"label": label or ""}
     values |= {name: str(n * 13 + i) for i, name in enumerate(DENSE_NAMES)}
     values |= {name: f"{(n * 26 + i) * 2654435761 % 2**32:08x}" for i, name in enumerate(CATEGORY_NAMES)}
@@ -61,7 +59,6 @@ def read(path: Path, *, rows_per_chunk: int = 4, buffer_bytes: int = 4096, **opt
 
 
 def flat(chunks: list[Chunk]) -> list[tuple[object, ...]]:
-    """All rows as plain values; None = missing, so that rows can be compared."""
     rows = []
     for chunk in chunks:
         for r in range(chunk.num_rows):
@@ -74,12 +71,10 @@ def flat(chunks: list[Chunk]) -> list[tuple[object, ...]]:
 
 
 def unless_blank(field: str) -> str:
-    """The field, or "" if it is blanks alone, which mean a missing value."""
     return field if field.strip(" \r") else ""
 
 
 def expected(rows: list[list[str]]) -> list[tuple[object, ...]]:
-    """The same from the fields, by Python's own int and float."""
     result = []
     for fields in rows:
         label = [float(fields[0])] if len(fields) == 40 else [None]

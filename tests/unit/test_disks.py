@@ -16,7 +16,6 @@ needs_native = pytest.mark.skipif(not ops.isas(), reason="kernels and stores are
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on a disk; files, memory and rounds are small."""
     sizes = {"ROUNDS": 2, "ROUND_S": 0.001, "MEMORY_BYTES": 1 << 16, "FILE_BYTES": 9 << 19, "MAX_IOS": 64}
     for name, value in sizes.items():
         monkeypatch.setattr(disks, name, value)

@@ -25,7 +25,6 @@ def make(seed: int = 0, dtype: Dtype = "float32") -> EmbeddingCollection:
 
 
 def batch_of(*bags: list[list[int]], keys: tuple[str, ...] = ("user", "clicked", "shown")) -> KeyedJaggedTensor:
-    """Each argument holds the bags of one feature."""
     flat = [bag for feature in bags for bag in feature]
     values = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
     return KeyedJaggedTensor(keys, values, lengths=torch.tensor([len(bag) for bag in flat]))
@@ -87,21 +86,6 @@ def test_rows_depend_on_seed_name_row_and_column_alone() -> None:
     assert not torch.equal(make(seed=0).weights["user"], other_seed)
     assert not torch.equal(make(seed=0).weights["user"][:, :2], other_name[:10])
     assert small.abs().max() <= 0.5 and large.abs().max() > 0.49 and large.mean().abs() < 0.02
-
-
-def test_initial_rows_can_be_zero() -> None:
-    for init, zeros in ((Uniform(zero_rows=1), 1), (Uniform(bound=0.0), 10)):
-        emb = EmbeddingCollection(
-            [TableConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=("f",), init=init)]
-        )
-        assert (emb.weights["t"] == 0).all(1).sum() == zeros
-
-
-def test_pending_holds_the_batch_and_its_gradient() -> None:
-    emb = make()
-    emb(BATCH).sum().backward()
-    ((_, sparse, grad, _),) = emb.pending
-    assert sparse is BATCH and torch.equal(grad, torch.ones(2, 7))
 
 
 def test_pending_stands_in_forward_order_whatever_backward_does() -> None:
@@ -174,16 +158,6 @@ def test_gradients_with_strides_are_taken_as_they_are() -> None:
     (reference(BATCH) * (sliced.grad + 1)).sum().backward()
     SGD(reference, lr=1.0).step()
     torch.testing.assert_close(emb.weights, reference.weights)
-
-
-def test_state_dict_round_trip() -> None:
-    model, other = torch.nn.Sequential(make(seed=1)), torch.nn.Sequential(make(seed=2))
-    state = model.state_dict()
-    assert list(state) == ["0.user.weight", "0.item.weight"]
-    place = other[0].weights["user"].data_ptr()
-    other.load_state_dict(state)
-    assert torch.equal(other[0](BATCH), model[0](BATCH))
-    assert other[0].weights["user"].data_ptr() == place
 
 
 def test_initial_rows_of_every_storage_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +253,6 @@ def test_memory_must_be_known() -> None:
     with pytest.raises(ValueError, match="memory is 'ssd'; pass None or 'dram'"):
         EmbeddingCollection(TABLES, memory="ssd")
     assert EmbeddingCollection(TABLES, memory="dram").output_dim == 7
-
-
-def test_repr_shows_the_tables() -> None:
-    assert "item: [20, 2] float32 mean of clicked, shown" in repr(make())
 
 
 def test_a_table_that_is_not_there_is_named() -> None:

@@ -58,7 +58,6 @@ def step(emb: EmbeddingCollection, optimizer: SparseOptimizer, batch: KeyedJagge
 
 
 def arrays(emb: EmbeddingCollection, optimizer: SparseOptimizer | None) -> list[Tensor]:
-    """All weights and states, as integers."""
     found = [emb.read_rows(name, slice(None)) for name in emb.weights]
     for group in optimizer.param_groups if optimizer else ():
         for name in optimizer.state_names:  # type: ignore[union-attr]

@@ -27,12 +27,10 @@ LINES = ["7,5,1,pv,40", "7,6,2,buy,50", "3,9,1,pv,10", "7,4,1,cart,20", "7,5,1,f
 
 
 def made_of(events: pl.DataFrame, **options: Any) -> dict[str, list[Any]]:
-    """The samples, by column."""
     return pa.concat_tables([table for table, _ in samples(events, **options)]).to_pydict()
 
 
 def make_events(num_events: int = 4000, *, num_users: int = 60, num_items: int = 300, seed: int = 0) -> pl.DataFrame:
-    """Events in no order, of distinct times; an item has one category."""
     rng = np.random.default_rng(seed)
     item = rng.zipf(1.3, num_events) % num_items
     return pl.DataFrame(
@@ -128,7 +126,6 @@ def test_rows_without_a_negative_are_left_out_and_counted() -> None:
 
 
 def test_the_published_layout(tmp_path: Path) -> None:
-    """As a user runs it, and as `hotrow prepare parquet` reads what it writes."""
     path, out = tmp_path / "UserBehavior.csv", tmp_path / "rows.parquet"
     path.write_text("\n".join(LINES) + "\n")
     said = subprocess.run(

@@ -1,7 +1,7 @@
 """Hot sets against sorting and brute force, samples against looking at every id, the estimate against the truth."""
 
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from benchmarks.hot_lab import interval
 from hotrow.cli import tools
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
@@ -26,7 +25,6 @@ RECORD_BYTES = {"t0": 64, "t1": 64, "t2": 96}
 
 @pytest.fixture(scope="module")
 def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Two large tables and a small one; no counts, so that rows are not in the order of their accesses."""
     rows = {"train": 5000, "val": 64, "test": 64}
     return make_dataset(tmp_path_factory.mktemp("hot") / "data", rows=rows, table_rows=TABLE_ROWS, rows_per_block=512)
 
@@ -37,7 +35,6 @@ def counts_are_not_there(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def ids_of_samples(dataset: PackedDataset) -> list[dict[str, set[int]]]:
-    """Of each training sample, the rows of each table."""
     found = []
     split = dataset.split("train")
     for index in range(split.num_blocks):
@@ -160,24 +157,6 @@ def test_the_quantile_against_scipy() -> None:
     assert pytest.approx(stats.t.ppf((1 + CONFIDENCE) / 2, CHUNKS - 1), abs=1e-6) == T_QUANTILE
 
 
-@pytest.mark.parametrize("num", [2, 3, 20])
-def test_nineteen_of_twenty_intervals_hold_the_mean(num: int) -> None:
-    """Of draws whose mean is 3. By two standard errors they would be 70 % of two draws, 82 % of three."""
-    draws = np.random.default_rng(5).normal(3, 2, (4000, num))
-    means, errors = draws.mean(axis=1), draws.std(axis=1, ddof=1) / np.sqrt(num)
-    held = [low <= 3 <= high for low, high in (interval(m, e, num) for m, e in zip(means, errors, strict=True))]
-    assert np.mean(held) == pytest.approx(0.95, abs=0.012)  # 3.5 standard deviations
-
-
-def test_the_interval_holds_the_truth() -> None:
-    """At 99.9 % confidence it may miss once in a thousand: in 300 draws, not twice."""
-    hot = np.zeros(2_000_000, np.bool_)
-    hot[:150_000] = True  # as rows numbered by popularity
-    bounds = [estimate(hot, seed) for seed in range(300)]
-    assert sum(not low <= 150_000 <= high for low, high in bounds) <= 1
-    assert all(high - low < 0.2 * 150_000 for low, high in bounds), "the paper has it within 10 % of the truth"
-
-
 def test_the_interval_is_that_of_the_chunks() -> None:
     """By hand from the same chunks: their mean and variance, and scipy's interval."""
     hot = np.random.default_rng(1).random(2_000_000) < 0.1
@@ -186,15 +165,6 @@ def test_the_interval_is_that_of_the_chunks() -> None:
     error = float(np.sqrt((n - 35) / n * chunks.var(ddof=1) / 35))
     expected = stats.t.interval(0.999, 34, loc=chunks.mean(), scale=error)
     assert estimate(hot, 7) == pytest.approx(np.array(expected) * n, rel=1e-6)
-
-
-def test_the_sampled_way_tells_its_thresholds(dataset: PackedDataset) -> None:
-    found = calibrate(dataset, "sampled", 900_000, record_bytes=RECORD_BYTES)
-    tried = found.detail["thresholds"]
-    assert found.hot.num_bytes in [t["true_bytes"] for t in tried]
-    assert all(a["threshold_percent"] > b["threshold_percent"] for a, b in pairwise(tried))
-    counts = count_accesses(dataset, 0.05, seed=0)
-    assert sum(counts["t1"]) == round(0.05 * 5000), "as many samples as said, once each"
 
 
 def test_what_cannot_be_is_refused(dataset: PackedDataset) -> None:
@@ -212,20 +182,6 @@ def test_what_cannot_be_is_refused(dataset: PackedDataset) -> None:
 def test_a_dataset_without_counts_is_counted_with_a_warning(dataset: PackedDataset) -> None:
     with pytest.warns(UserWarning, match="carries no counts: its training split is counted"):
         calibrate(dataset, "exact", 10**6, record_bytes=RECORD_BYTES)
-
-
-def test_covering_beats_counting_on_real_rows(real_data: Callable[[str], Path], tmp_path: Path) -> None:
-    from hotrow.data.prepare.prepare import run_prepare
-
-    data = run_prepare("criteo", [str(real_data("criteo_terabyte_80k.tsv.gz"))], tmp_path / "criteo", rows=20_000)
-    record_bytes = {table.name: 256 for table in data.info.tables}
-    total = sum(table.num_embeddings for table in data.info.tables) * 256
-    shares = {}
-    for how in ("exact", "covering"):
-        found = calibrate(data, how, total // 2, record_bytes=record_bytes)
-        assert all(len(rows.listed) == 0 for rows in found.hot.rows.values()), "ranked rows: a prefix"
-        shares[how] = hot_samples(data, found.hot).mean()
-    assert shares["covering"] > 1.05 * shares["exact"] > 0, "of the same bytes"
 
 
 def test_covering_never_covers_less_than_counting(real_data: Callable[[str], Path], tmp_path: Path) -> None:

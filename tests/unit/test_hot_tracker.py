@@ -14,9 +14,10 @@ from benchmarks.locality.reuse import native
 from hotrow.hot.hot_set import HotRows
 from hotrow.kernels import ops
 
-pytestmark = pytest.mark.package
-
-pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches")
+pytestmark = [
+    pytest.mark.package,
+    pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches"),
+]
 SIZES = {"small": 100, "a": 50_000, "b": 30_000}
 RECORD = {"small": 64, "a": 64, "b": 96}
 LEAST = 100 * 64 + 64 + 96

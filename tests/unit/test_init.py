@@ -29,7 +29,6 @@ def guess_schema(source: Any, label: str | None = None, time: str | None = None)
 
 
 def clicks(**more: object) -> pa.Table:
-    """Logs with a column of every common sort."""
     rng = np.random.default_rng(0)
     zipf = rng.zipf(1.3, N) % 5000
     start = datetime.datetime(2024, 1, 1)
@@ -210,15 +209,6 @@ def test_what_is_a_header(tmp_path: Path, text: str, columns: list[str]) -> None
     assert [g.column for g in guess_columns(path).guesses] == columns
 
 
-def test_text_ids_keep_their_zeros(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    rows = [f"{i % 11 % 2},{i % 30:05},2024-01-{1 + i % 28:02}\n" for i in range(60)]
-    path.write_text("click,zip,when\n" + "".join(rows))
-    schema = guess_schema(path)
-    assert [(c.column, c.type) for c in schema.categorical] == [("zip", None)]
-    assert schema.time is not None and schema.time.column == "when"
-
-
 LAYOUTS = {
     "criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]),
     "taobao": "1,2268318,2520377,pv,1511544070",
@@ -247,7 +237,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recipe_for_the_model_that_was_named(tmp_path: Path, model: str) -> None:
-    pq.write_table(clicks(), tmp_path / "x.parquet")
+    pq.write_table(clicks().slice(0, 200), tmp_path / "x.parquet")
     raw = yaml.safe_load(run_init(tmp_path / "x.parquet", model=model).recipe)
     assert make_config(raw).model.name == model
     assert MODELS[model].small.keys() <= raw["model"].keys()

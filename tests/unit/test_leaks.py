@@ -62,7 +62,6 @@ def test_a_name_of_the_row_is_left_out_whatever_it_is_called() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_honest_columns_are_not(seed: int) -> None:
-    """Strong, rare, skewed and half-empty ones, with few positives."""
     table = rows(
         seed,
         rate=0.01,

@@ -50,17 +50,6 @@ def test_the_last_batch_is_kept_or_dropped(dataset: PackedDataset) -> None:
     assert [len(batch) for batch in keep] == [100, 100, 50]
 
 
-def test_breaking_off_and_going_on(dataset: PackedDataset) -> None:
-    loader = Loader(dataset.split("train"), 100, shuffle_seed=1)
-    for _ in loader:
-        break
-    assert loader.state() == LoaderState(0, 1)
-    assert len(list(loader)) == 2
-    assert loader.state() == LoaderState(1, 0)
-    list(loader.epoch(5))
-    assert loader.state() == LoaderState(1, 0)
-
-
 def test_a_state_at_the_very_end_of_an_epoch(dataset: PackedDataset) -> None:
     loader = Loader(dataset.split("train"), 100, shuffle_seed=1, start=LoaderState(0, 3))
     assert list(loader) == []

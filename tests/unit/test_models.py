@@ -54,14 +54,6 @@ def test_only_the_generator_decides_and_nothing_global_moves() -> None:
     assert not any(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("last", ["relu", "linear"])
-def test_mlp_against_sequential(last: str) -> None:
-    mlp = MLP([6, 5, 4], generator=seeded(), last=last)  # type: ignore[arg-type]
-    twin = nn.Sequential(mlp.layers[0], nn.ReLU(), mlp.layers[1], nn.ReLU() if last == "relu" else nn.Identity())
-    x = torch.randn(9, 6, generator=seeded(1))
-    torch.testing.assert_close(mlp(x), twin(x), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_module_against_torch(bias: bool) -> None:
     layer, twin = Linear(6, 5, generator=seeded(), bias=bias), nn.Linear(6, 5, bias=bias)

@@ -35,8 +35,6 @@ def tables(*names: str, **options: Any) -> list[TableConfig]:
 
 @pytest.fixture(params=["dram", "tiers"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., EmbeddingCollection]:
-    """Makes the same tables in DRAM or in tiers."""
-
     def made(*names: str, **options: Any) -> EmbeddingCollection:
         memory = None
         if request.param == "tiers":

@@ -23,17 +23,6 @@ TABLES = (TableConfig(name="t", num_embeddings=5, embedding_dim=4, feature_names
 LAYOUT = Layout.of(TABLES)
 
 
-def test_layout_puts_features_side_by_side() -> None:
-    tables = (*TABLES, TableConfig(name="u", num_embeddings=5, embedding_dim=3, feature_names=("h",), pooling="mean"))
-    layout = Layout.of(tables)
-    assert [(f.name, f.table, f.columns.start, f.columns.stop, f.pooling) for f in layout.features] == [
-        ("f", 0, 0, 4, "sum"),
-        ("g", 0, 4, 8, "sum"),
-        ("h", 1, 8, 11, "mean"),
-    ]
-    assert layout.width == 11
-
-
 @needs_native
 def test_backend_says_what_runs() -> None:
     backend = ops.backend()

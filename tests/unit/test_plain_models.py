@@ -22,7 +22,6 @@ Weights = dict[str, Tensor]
 
 
 def build(name: str, num_dense: int, *, num_outputs: int = 1, **options: Any) -> Network:
-    """With a config's strict checks."""
     spec: Any = make_config({"data": "d", "model": {"name": name, **options}}).model
     dims = dict.fromkeys(DIMS, spec.row_dim(DIM)) if name == "deepfm" else DIMS
     generator = torch.Generator().manual_seed(3)

@@ -16,14 +16,12 @@ TOOLS = ("sh", "awk", "tr", "mktemp", "rm", "cat", "dirname")
 
 
 def stub(folder: Path, name: str, body: str) -> None:
-    """An executable shell script."""
     (folder / name).write_text(f"#!/bin/sh\n{body}\n")
     (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A PATH of one folder: system tools, a sufficient disk, apt; no Python and no compiler yet."""
     for tool in TOOLS:
         (tmp_path / tool).symlink_to(shutil.which(tool) or pytest.skip(f"no {tool} here"))
     stub(tmp_path, "df", "printf 'head\\ndisk 99999999 1 9999999 1%% /\\n'")
@@ -45,12 +43,10 @@ def python_stub(machine: Path, *, name: str = "python3", version: str = "3.11", 
 
 
 def compiler_stub(machine: Path, *, name: str = "c++", works: bool = True) -> None:
-    """A compiler that accepts every program, or none."""
     stub(machine, name, f"exit {int(not works)}")
 
 
 def preflight(machine: Path, **environment: str) -> tuple[int, str, str]:
-    """(status, stdout, stderr) of preflight on `machine`."""
     done = subprocess.run(
         [str(ROOT / "scripts" / "preflight")],
         env={"PATH": str(machine), **environment},
@@ -129,12 +125,10 @@ def test_a_full_disk_is_said(machine: Path) -> None:
 
 
 def normal(name: str) -> str:
-    """A package name as registries compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def direct_dependencies() -> list[str]:
-    """Names in pyproject.toml, and the build tools the installer adds."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
     lines = [*project["dependencies"], *pyproject["build-system"]["requires"], "cmake", "ninja"]

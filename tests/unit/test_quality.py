@@ -15,7 +15,6 @@ RANDOM = np.random.default_rng(3)
 
 
 def pairs_auc(label: np.ndarray, scores: np.ndarray) -> float:
-    """The share of pairs of a positive and a negative that are in order; half of those with equal scores."""
     positive, negative = scores[label == 1], scores[label == 0]
     return float(np.mean([(p > n) + 0.5 * (p == n) for p in positive for n in negative]))
 

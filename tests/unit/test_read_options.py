@@ -47,7 +47,6 @@ TOLD: dict[str, Any] = {
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """Clicks with a label that is missing once, and columns that no guess can get right."""
     draw = np.random.default_rng(0)
     with (tmp_path / "logs.csv").open("w", newline="") as file:
         rows = csv.writer(file)
@@ -67,7 +66,6 @@ def logs(tmp_path: Path) -> Path:
 
 
 def flags(told: dict[str, Any]) -> list[str]:
-    """The options as they are typed."""
     typed = []
     for name, value in told.items():
         for item in value if isinstance(value, list) else [value]:

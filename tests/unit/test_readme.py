@@ -7,32 +7,21 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
 import hotrow.api
 from browser import Browser
 from hotrow.data.sources.options import NAMES
 
-pytestmark = pytest.mark.package
+pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small work on several threads waits for threads: on a busy machine longer than it works."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -169,3 +158,40 @@ def test_files_named_on_the_pages_of_papers_exist(page: Path) -> None:
     assert named
     missing = {name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "hotrow"))}
     assert not missing
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+CHECK = """
+import csv
+import sys
+
+from hotrow.config.load import load_config
+
+sys.path.insert(0, "tower-export")
+import score
+
+model = load_config("runs/tower/config.yaml").model
+assert isinstance(model, TowerSpec) and model.width == 32
+with open("clicks.csv") as file:
+    rows = list(csv.DictReader(file))
+scorer = score.Scorer("tower-export")
+theirs = scorer.score({name: [row[name] for row in rows] for name in scorer.columns})
+ours = hotrow.load("runs/tower").predict("clicks.csv")
+assert max(ours) - min(ours) > 0.01 and abs(ours - theirs.numpy()).max() < 1e-5, (ours, theirs)
+"""
+
+
+def test_the_page_runs_as_written(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## Add a model of your own\n")[2].partition("\n## ")[0]
+    model, program = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (tmp_path / "tower.py").write_text(model)
+    (tmp_path / "program.py").write_text(program + CHECK)
+    rng = np.random.default_rng(0)
+    users, prices = rng.integers(0, 20, 400), rng.random(400)
+    clicks = rng.random(400) < np.where(users % 2, 0.8, 0.2)
+    rows = [f"{click:d},u{user},{price:.3f}" for click, user, price in zip(clicks, users, prices, strict=True)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["click,user,price", *rows]) + "\n")
+    # Its own process: the list of models is read once.
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr

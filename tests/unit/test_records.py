@@ -37,7 +37,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="sha256sum is not there")
 def test_against_sha256sum(tmp_path: Path) -> None:
-    """By the line that docs/format.md gives."""
     DOCUMENT.write(tmp_path / "n.json", WHOLE)
     command = ["sh", "-c", "head -n -2 n.json | sha256sum"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -79,7 +78,6 @@ NO_JSON = ["NaN", "1e999", r'"\ud800"', "[" * 5000 + "]" * 5000, "[" * 300 + "]"
 
 @pytest.mark.parametrize("value", NO_JSON, ids=range(len(NO_JSON)))
 def test_what_is_no_json_of_ours_is_refused(tmp_path: Path, value: str) -> None:
-    """With a right checksum."""
     body = f'{{\n "notes": 1,\n "name": "x",\n "rest": {{"x": {value}}},\n'
     text = f'{body} "checksum": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
     (tmp_path / "n.json").write_text(text)

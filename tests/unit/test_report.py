@@ -62,7 +62,6 @@ def table(rows: int, pinned: int, cached: int) -> dict[str, Any]:
 
 
 def large() -> RunFacts:
-    """10,000 steps with a line each, and 100 tables, one of them named in HTML."""
     names = [f"t{k}" for k in range(99)] + [HOSTILE]
     tables = {name: table(1000 + k, 100, 50) for k, name in enumerate(names)}
     memory = {"dram_bytes": 1 << 30, "disk_bytes": 1 << 34, "stall_share": 0.12, "hits_per_lookup": 0.9}

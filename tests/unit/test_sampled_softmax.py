@@ -162,7 +162,6 @@ def test_a_weight_is_that_of_a_samples_loss() -> None:
 
 
 def only(labels: Tensor, i: int) -> Tensor:
-    """The labels, with that of no other sample than i."""
     kept = labels.clone()
     kept[:, 0] = 0
     kept[i, 0] = labels[i, 0]

@@ -1,6 +1,7 @@
 """Threads of a session: their number, and that all is as before afterwards; how it is gone on with."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,8 +14,11 @@ import torch
 
 from forked import run_forked
 from hotrow.api import Run
+from hotrow.base import progress
 from hotrow.base.machine import _cgroup_quota, default_threads, usable_cores
+from hotrow.base.progress import Progress, ProgressMeter, TimeLeft
 from hotrow.base.records import write_sealed
+from hotrow.base.waiting import VARIABLES, wait_passively
 from hotrow.kernels import ops
 from hotrow.run.folder import RunFolder, _new_folder, resume_command
 from hotrow.run.said import describe_threads
@@ -146,3 +150,82 @@ def test_run_json_of_another_version_is_refused(tmp_path: Path) -> None:
     write_sealed(tmp_path / "run.json", {"hotrow_run": 2, **fields})
     with pytest.raises(ValueError, match=r"run\.json: hotrow_run is 2, and this hotrow reads 1; use the hotrow that"):
         RunFolder.open(tmp_path)
+
+
+COMMAND = ("-m", "hotrow", "doctor", "--json")
+IMPORT = ("-c", "import hotrow; hotrow.EmbeddingCollection")
+
+
+def spins(*words: str, **given: str) -> set[str]:
+    """Returns how often idle threads look for work before they sleep, as OpenMP says when it is loaded."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    return set(re.findall(r"GOMP_SPINCOUNT\s*=\s*'(\d+)'", done.stderr))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "passive"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({"GOMP_SPINCOUNT": "5"}, {"GOMP_SPINCOUNT": "5"}),
+    ],
+)
+def test_what_the_user_set_holds(given: dict[str, str], expected: dict[str, str]) -> None:
+    wait_passively(given)
+    assert given == expected
+
+
+@pytest.mark.package
+def test_the_command_waits_passively_and_an_import_changes_nothing() -> None:
+    """OpenMP reads the environment when torch is loaded, so what it displays shows that the order is right."""
+    if not (found := spins(*IMPORT)):
+        pytest.skip("torch's OpenMP does not say how it waits")
+    assert "0" not in found
+    assert spins(*COMMAND) == {"0"}
+    assert spins(*COMMAND, GOMP_SPINCOUNT="777") == {"777"}
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def test_rate_and_remaining_time_count_from_where_this_process_began(clock: Clock) -> None:
+    reports: list[Progress] = []
+    meter = ProgressMeter(reports.append, "count", rows_total=1000, rows_done=400)
+    clock.now += 10
+    meter.update(600)
+    meter.update(601)  # too soon after the last
+    clock.now += 10
+    meter.update(700, rows_total=2200)
+    clock.now += 20
+    meter.finish(2000)
+    assert reports == [
+        Progress("count", 600, 1000, rows_per_s=20.0, remaining_s=None),
+        Progress("count", 700, 2200, rows_per_s=15.0, remaining_s=150.0),
+        Progress("count", 2000, 2000, rows_per_s=40.0, remaining_s=0.0),
+    ]
+
+
+def test_a_slow_start_is_not_counted_into_the_time_left() -> None:
+    """Three seconds for the first of a thousand steps, then ten milliseconds each."""
+    left = TimeLeft()
+    assert left.seconds(1, 1000, 3.0) is None
+    assert left.seconds(1, 1000, 3.1) is None, "no pace without a step"
+    assert left.seconds(101, 1000, 4.0) == pytest.approx(9.0, rel=0.01)
+    assert left.seconds(1000, 1000, 13.0) == 0

@@ -20,7 +20,6 @@ CASES = [
 
 
 def holders(shard: Shard, num_rows: int, num_ranks: int) -> list[list[int]]:
-    """By row, the ranks that hold it."""
     found, dealer = [], itertools.cycle(range(num_ranks))
     for row in range(num_rows):
         if row < shard.prefix:

@@ -26,7 +26,6 @@ def table(name: str, num_rows: int, dim: int = 16, dtype: Dtype = "float32") -> 
 
 
 def zipf(num_rows: int, exponent: float = 1.1) -> np.ndarray:
-    """Accesses of one id a sample, falling; row 0 is rare ids."""
     chance = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
     counts = np.floor(chance / chance.sum() * SAMPLES).astype(np.uint32)
     counts[0] = SAMPLES - int(counts[1:].sum())
@@ -178,7 +177,6 @@ def test_bytes_of_bags_and_vectors_against_messages(jagged: bool, num_rows: int,
 
 
 def long_bags(*num_rows: int) -> tuple[list[TableConfig], Any]:
-    """Tables with uniform accesses, 50 in each sample: nearly every id of a step is another row."""
     tables = [table(f"t{k}", n) for k, n in enumerate(num_rows)]
     return tables, dataset(
         {own.name: np.full(own.num_embeddings, 50 * SAMPLES // own.num_embeddings) for own in tables}

@@ -1,13 +1,10 @@
 """Counter and encoder pools: budgets, full disks, and folders left clean."""
 
 import errno
-import itertools
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -80,18 +77,6 @@ def test_threads_move_no_byte(tmp_path: Path, two_threads: Executor, memory_byte
     assert len(set(files[0])) == len(TABLES)
 
 
-def test_tables_are_counted_at_the_same_time(
-    tmp_path: Path, two_threads: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together, add = threading.Barrier(2), native.Counter.add
-    monkeypatch.setattr(native.Counter, "add", lambda *args: (together.wait(timeout=60), add(*args)))
-    with CounterPool(tmp_path, memory_bytes=1 << 30, executor=two_threads) as pool:
-        for table in ("a", "b"):
-            pool.declare(table, "int")
-        pool.add({"a": [chunk(1)], "b": [chunk(2)]})
-        assert pool.num_bytes > 0
-
-
 def coded_chunks() -> list[tuple[CodedKeys, np.ndarray]]:
     """Chunks of 400 rows, each with a dictionary of its own that holds "twice" at two places, and a mask of rows."""
     rng, chunks = np.random.default_rng(8), []
@@ -122,24 +107,6 @@ def test_codes_count_as_the_text_they_stand_for(
                 pool.add({"t": columns}, None if mask.all() else mask)
             files.append(files_of(pool, tmp_path / name))
     assert files[0] == files[1]
-
-
-@pytest.mark.parametrize("module", [native.backend(), reference], ids=["backend", "reference"])
-def test_codes_against_a_dict(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "backend", lambda: module)
-    for keys, mask in coded_chunks():
-        text, places = keys.entries.values.tobytes(), keys.entries.offsets
-        assert places is not None
-        names = [text[a:b] for a, b in itertools.pairwise(places.tolist())]
-        expected: dict[int, int] = {}
-        for code in keys.codes[mask].tolist():
-            expected[code] = expected.get(code, 0) + 1
-        distinct, counts = keys.distinct(mask)
-        found = [bytes(distinct.values[a:b]) for a, b in itertools.pairwise(distinct.offsets.tolist())]  # type: ignore[union-attr]
-        assert found == [names[code] for code in expected]
-        assert counts.tolist() == list(expected.values())
-        assert distinct.valid is not None
-        assert distinct.valid.tolist() == [code != keys.entries.num_keys - 1 for code in expected]
 
 
 def test_runs_are_merged_when_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

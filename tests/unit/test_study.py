@@ -1,10 +1,13 @@
 """Studies, by the study `kernels`: sweeps that continue, files that are what they say, figures that add up."""
 
+from __future__ import annotations
+
 import bisect
+import importlib.util
 import itertools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,18 @@ import torch
 
 from benchmarks import kernel_study
 from benchmarks.kernel_study import KernelCell
+from benchmarks.rivals.memory import LossError, check_losses
+from benchmarks.rivals.sides import InTiers, Settings, Side
+from benchmarks.rivals.stores import Mapped, Rocks
+from benchmarks.rivals.work import Work
 from benchmarks.study import __main__ as studies
 from benchmarks.study import docs as study_docs
 from benchmarks.study import presets as study_runner
 from benchmarks.study.docs import StudyDocs
 from hotrow import draw
 from hotrow.kernels import ops
+
+pytestmark = pytest.mark.package
 
 TINY: dict[str, Any] = {
     "title": "Tiny",
@@ -57,34 +66,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Keys of the cells that were measured."""
-    keys: list[str] = []
-    real = kernel_study.measure
-
-    def run(cells: Sequence[KernelCell], **options: Any) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
-        for cell, row in real(cells, **options):
-            keys.append(cell.key)
-            yield cell, row
-
-    monkeypatch.setattr(kernel_study, "measure", run)
-    return keys
-
-
-def run_tiny(out: Path, **changes: Any) -> dict[str, Any]:
-    return study_runner.run_study(replace(studies.make_study("kernels"), preset=TINY), out, **changes)
-
-
-def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Path, measured: list[str]) -> None:
-    result = run_tiny(tmp_path)
-    assert (result["num_cells"], result["measured"], result["skipped"]) == (7, 7, 0)
-    assert len(measured) == len(set(measured)) == 7
-    assert all(row["spread_ms"][0] <= row["ms"] <= row["spread_ms"][1] for row in result["cells"])
-    assert run_tiny(tmp_path)["cells"] == result["cells"] and len(measured) == 7
-    assert json.loads((tmp_path / "kernels.json").read_text())["cells"] == result["cells"]
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
@@ -166,3 +147,31 @@ def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
         assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.study {study.name} --docs"
     page = files[f"{study.name}-study.md"]
     assert page.count(".svg)](") == len(files) - 1 and "/tmp" not in study.json.read_text()
+
+
+WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
+
+
+def losses(side: Side, *, ahead: int) -> list[str]:
+    side.build()
+    batches = list(islice(side.work.batches(), 9 + ahead))
+    return list(side.train(batches, settle=2, steps=7, ahead=ahead)["losses"])
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [(InTiers, 2), (InTiers, 0), (Mapped, 1), (Mapped, 0), (Rocks, 0)])
+def test_a_side_trains_to_the_losses_of_dram(kind: type[Side], ahead: int, tmp_path: Path) -> None:
+    if kind is Rocks and importlib.util.find_spec("rocksdict") is None:
+        pytest.skip("rocksdict is not installed")
+    settings = Settings(dram_bytes=WORK.table_bytes // 2, folder=str(tmp_path))
+    side = kind(WORK, settings)
+    assert losses(side, ahead=ahead) == losses(Side(WORK, settings), ahead=0)
+    assert side.facts()["rows_on_disk"] > 1000 and side.facts()["disk_bytes"] > 0
+
+
+def test_a_loss_that_differs_in_a_bit_is_refused() -> None:
+    same = [(0.5).hex(), (0.25).hex()]
+    check_losses("cell", 0, same, same)
+    with pytest.raises(LossError, match=r"cell c: the loss of step 11 .* where rows lie has changed the result"):
+        check_losses("c", 10, same, [(0.5).hex(), np.nextafter(0.25, 1).hex()])
+    with pytest.raises(LossError):
+        check_losses("c", 0, [float("nan").hex()], [float("nan").hex()])

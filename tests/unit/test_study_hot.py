@@ -2,23 +2,24 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import hot_cells, hot_study, hot_swaps
+from benchmarks import hot_study, hot_swaps
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
 from hotrow.config.load import make_config, parse_yaml
-from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.format import DatasetInfo, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.hot_set import hot_samples
+
+pytestmark = pytest.mark.package
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
@@ -26,7 +27,6 @@ CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows":
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    """Its rows are numbered by popularity but for ties and noise, so a hot prefix is what counts say nearly."""
     rows = {"train": 900, "val": 99, "test": 99}
     return make_dataset(tmp_path_factory.mktemp("study") / "planted", counts=True, rows=rows)
 
@@ -62,39 +62,6 @@ def test_bytes_over_the_link_are_those_of_the_batches(dataset: PackedDataset) ->
     assert row["link_bytes"] == pytest.approx(link.batch_bytes + row["sync_bytes"] - offsets, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:.* carries no counts")
-@pytest.mark.parametrize(
-    ("lists", "num_vectors"),
-    [
-        ("item_tags", 3 * 2),  # of each sample one of `item`, one of its tags
-        ("item_history", 3 + 4),  # one an id
-    ],
-)
-def test_bytes_over_the_link_by_hand(tmp_path: Path, lists: str, num_vectors: int) -> None:
-    """Three samples whose lists have 1, 0 and 3 ids, of 4 columns: pooled, and as sequences."""
-    info = DatasetInfo(
-        name="three",
-        dense=(DenseColumn("d"),),
-        features=(Feature("item", "t"), Feature(lists, "t", "sequence" if lists == "item_history" else "multi_hot")),
-        tables=(Table("t", 5),),
-    )
-    with PackedWriter(tmp_path / "data", info) as writer:
-        ids = {"item": np.array([0, 1, 2]), lists: (np.array([3, 4, 0, 1]), np.array([0, 1, 1, 4]))}
-        writer.append("train", np.array([0, 1, 1], np.float32), np.zeros((3, 1), np.float32), ids)
-        made = writer.close()
-    inputs, ids_and_offsets = 3 * (4 + 4), 4 * 7 + 8 * (2 * 3 + 1)
-    hybrid = inputs + 2 * num_vectors * 4 * 4
-    sgd: dict[str, Any] = {"embedding_dim": 4, "optimizer": "sgd", "small_table": "0"}
-    row = coverage(HotCell(**{**CELL, **sgd, "amount": 1.0}), made)
-    assert (row["hot_samples"], row["hybrid_bytes"]) == (1.0, hybrid)
-    assert row["link_bytes"] == inputs + 4 * 7 + 2 * 5 * 16, "all is hot: ids, and the five rows over and back"
-    (batch,) = Loader(made.split("train"), 3, shuffle_seed=None).epoch(0)
-    for hot in (True, False):
-        (link := Link()).count(batch, row_bytes=4 * 4 * num_vectors, hot=hot)
-        assert link.hybrid_bytes == hybrid
-        assert link.batch_bytes == (inputs + ids_and_offsets if hot else hybrid)
-
-
 def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
     """A TBSM as the recipe has it on histories, else a DLRM; the quality cell trains it by both orders."""
     assert hot_study.model_of(HotCell(**CELL), dataset) == hot_study.dense_of(dataset) == {}
@@ -122,34 +89,6 @@ def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset,
         row = hot_study.quality(cell, made, tmp_path)
     assert 0 < row["hot_samples"] < 1 and row["num_swaps"] >= 2
     assert row["auc_difference"] == pytest.approx(row["auc_fae"] - row["auc_baseline"])
-
-
-def test_slots_of_a_dataset_without_counts(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
-    """Counted first, which is said, and then the same cell as of the counts that the same rows carry."""
-    fields = {**CELL, "kind": "cached", "group": "slots", "amount": 0.9, "batch_size": 32, "embedding_dim": 8}
-    found = []
-    for counts in (True, False):
-        made = make_dataset(tmp_path / f"{counts}", counts=counts, rows={"train": 900, "val": 99})
-        cell = HotCell(**{**fields, "source": str(made.path)})
-        expected = nullcontext() if counts else pytest.warns(UserWarning, match="its training split is counted")
-        with expected:
-            ((_, row),) = hot_study.measure([cell], quick=True, folder=tmp_path)
-        assert isinstance(row, dict), row
-        found.append({name: row[name] for name in ("hit_rows", "link_bytes", "hybrid_bytes")})
-    assert found[0] == found[1] and 0 < found[0]["hit_rows"] < 1
-
-
-def test_slots_leave_room_for_their_map(dataset: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a run: 4 bytes of the device's for each row that is not pinned, besides an eighth for rows on their way."""
-    fields = {**CELL, "kind": "cached", "amount": 0.6, "batch_size": 8, "embedding_dim": 8}
-    cell, seen = HotCell(**{**fields, "source": str(dataset.path)}), []
-    plain = hot_cells.cached_crossing
-    monkeypatch.setattr(hot_cells, "cached_crossing", lambda *own: seen.append(own[2:]) or plain(*own))
-    budget = hot_cells.cached(cell, dataset)["budget_bytes"]
-    ((slots, record_bytes),) = seen
-    taken = sum(sum(own) * record_bytes[name] for name, own in slots.items())
-    taken += sum(4 * (table.num_embeddings - slots[table.name].pinned) for table in dataset.info.tables)
-    assert 0.7 * budget < taken <= 7 / 8 * budget + 1
 
 
 def test_differences_are_paired_by_seed() -> None:

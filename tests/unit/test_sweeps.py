@@ -1,7 +1,6 @@
 """Sweeps in YAML: what they expand into, what a figure is made of, and what their files say."""
 
 import itertools
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from benchmarks import mpi_start
 from benchmarks.study import cells, rows, worker
 from benchmarks.study.__main__ import run_yaml
 from benchmarks.study.rows import SyntheticRows
-from benchmarks.study.sweep import SWEEPS, Cell, expand, read_sweep
+from benchmarks.study.sweep import Cell, expand, read_sweep
 from hotrow.run.meters import Session
 
 pytestmark = pytest.mark.package
@@ -93,17 +92,6 @@ def test_rows_are_as_the_study_says(lookups: float, tmp_path: Path) -> None:
     assert rows.prepared(drawn, tmp_path).path == dataset.path
 
 
-def test_the_models_of_presto_are_as_published() -> None:
-    sweep = read_sweep(SWEEPS["efficiency"])
-    points = {cell.labels["point"]: cell for cell in expand(sweep, origin="") if cell.group == "models"}
-    shapes = [points[f"rm{k}"].rows for k in range(1, 6)]
-    assert [(own.dense, own.tables, own.generated, own.lookups) for own in shapes] == [  # type: ignore[union-attr]
-        (13, 39, 13, 1), (504, 63, 21, 20), (504, 84, 42, 20), (504, 84, 42, 20), (504, 84, 42, 20)
-    ]  # fmt: skip
-    assert [own.buckets for own in shapes[1:]] == [1024, 1024, 2048, 4096]  # type: ignore[union-attr]
-    assert len({json.dumps(points[f"rm{k}"].config) for k in range(1, 6)}) == 1, "the same model and batches"
-
-
 def passes(
     step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
 ) -> worker.Passes:
@@ -132,21 +120,6 @@ def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
 
     found = passes(lambda step: 0.5 if step < 8 else 0.001, rounds=3, warm=2).figures()
     assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3, "passes that warm do not count"
-
-
-def test_rows_are_in_the_order_of_the_file_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[str] = []
-    monkeypatch.setattr(cells, "run_cell", lambda cell, *_: trained.append(cell.name) or MEASURED)
-    path, out = write_sweep(tmp_path), tmp_path / "out"
-    result = run_yaml(str(path), out)
-    wanted = [cell.key for cell in cells_of(tmp_path)]
-    written = [row["key"] for row in json.loads((out / "results.json").read_text())["cells"]]
-    assert [Path(file).name for file in result["files"]] == ["results.json", "batch.svg", "both.svg"]
-    assert written == wanted and sorted(trained) == sorted(cell.name for cell in cells_of(tmp_path))
-    assert run_yaml(str(path), out)["measured"] == result["measured"] == 6 and len(trained) == 6
-    assert not list((out / "data").iterdir()) and not (out / "work").exists()
-    run_yaml(str(write_sweep(tmp_path, groups={"batch": {"axes": {"train.batch_size": [16, 64]}}})), out)
-    assert trained[6:] == ["batch/train.batch_size=64"]
 
 
 def test_two_cells_and_two_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

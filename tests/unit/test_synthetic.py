@@ -4,20 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from numpy.typing import NDArray
 
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, sigmoid
 from benchmarks.synthetic_config import (
-    PRESETS,
     SyntheticConfig,
     SyntheticDense,
     SyntheticTable,
-    criteo_kaggle,
     criteo_terabyte,
 )
 from hotrow.data.chunk import Chunk, Position
+from hotrow.data.sources.clicks import SCHEMA, SIZES, make_clicks
+from hotrow.data.sources.schema import parse_schema
+from hotrow.objectives.binary import auc
 
 pytestmark = pytest.mark.package
 
@@ -38,7 +40,6 @@ def read(source: SyntheticSource, start: int = 0, rows_per_chunk: int = 65_536) 
 
 
 def teacher_logits(source: SyntheticSource, start: int, stop: int) -> NDArray[np.float64]:
-    """The true logits of rows [start, stop)."""
     cells = [(source._generator.cell(i), slice(a, b)) for i, a, b in _cell_spans(start, stop)]
     return np.concatenate([source.teacher.logits(cell)[rows] for cell, rows in cells])
 
@@ -132,16 +133,30 @@ def test_criteo_text_is_the_same_rows(tmp_path: Path) -> None:
     assert max(map(len, every_count)) == 8, "the widest counts are covered"
 
 
-def test_presets() -> None:
-    assert set(PRESETS) == {"criteo-kaggle", "criteo-terabyte", "avazu"}
-    assert len(PRESETS["avazu"](10).tables) == 21
-    kaggle, terabyte = criteo_kaggle(10), criteo_terabyte(10)
-    assert sum(table.num_embeddings for table in kaggle.tables) == 33_762_577
-    assert sum(table.num_embeddings for table in terabyte.tables) == 882_774_559
-    assert [len(config.dense) for config in (kaggle, terabyte)] == [13, 13]
-    small = criteo_kaggle(10, scale=0.001, drift=0.1, seed=5, base_rate=0.5)
-    assert [table.num_embeddings for table in small.tables[:4]] == [1000, 583, 10131, 2203]
-    assert (small.tables[0].drift, small.seed, small.base_rate) == (0.1, 5, 0.5)
-    assert criteo_kaggle(10, name="mine").name == "mine"
-    with pytest.raises(ValueError, match="scale is 2"):
-        criteo_kaggle(10, scale=2)
+def test_rows_have_criteos_columns_and_the_seed_decides_them() -> None:
+    rows = make_clicks(70_000, scale=0.001, seed=3)
+    assert rows.column_names == [*parse_schema(SCHEMA, where="test").column_names]
+    assert rows.equals(make_clicks(70_000, scale=0.001, seed=3))
+    other = make_clicks(70_000, scale=0.001, seed=4)
+    assert np.mean(other["label"].to_numpy() != rows["label"].to_numpy()) > 0.2
+    assert rows["label"].to_numpy().mean() == pytest.approx(0.256, abs=0.01)
+    assert (np.diff(rows["time"].to_numpy()) >= 0).all()
+    for j, size in enumerate(SIZES, 1):
+        assert pc.count_distinct(rows[f"C{j}"]).as_py() <= max(min(size, 1000), round(size * 0.001))
+        assert rows[f"C{j}"].null_count / 70_000 == pytest.approx(0.04 * (size > 1_000_000), abs=0.005)
+        assert rows[f"I{min(j, 13)}"].null_count / 70_000 == pytest.approx(0.04, abs=0.005)
+
+
+def test_single_columns_tell_something_of_the_label() -> None:
+    """The mean label of an id in the first rows orders later ones; of all columns together, much more."""
+    rows = make_clicks(60_000, scale=0.001)
+    label, total = rows["label"].to_numpy(), np.zeros(30_000)
+    for j, size in enumerate(SIZES, 1):
+        if size < 1000:
+            _, group = np.unique(rows[f"C{j}"].to_numpy(), return_inverse=True)
+            counts, clicks = (
+                np.bincount(group[:30_000], minlength=size),
+                np.bincount(group[:30_000], label[:30_000], size),
+            )
+            total += ((clicks + 25) / (counts + 100))[group[30_000:]]
+    assert 0.55 < auc(total.astype(np.float32), label[30_000:] == 1) < 0.75

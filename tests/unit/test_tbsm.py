@@ -196,37 +196,6 @@ def test_data_it_refuses(names: list[str], message: str) -> None:
         built(CONFIG, names)
 
 
-def test_defaults_are_those_of_the_reference_script() -> None:
-    """1-16, 22-15-15, 20-15-15-20 and 30-60-1 with dimension 16 and three features."""
-    names = ["user", "item", "item_history", "category", "category_history"]
-    model = built(TBSMSpec(bottom_mlp=[], top_mlp=[15, 15]), names, dim=16)
-    widths = {
-        part: [getattr(model, part).layers[0].in_features, *(la.out_features for la in getattr(model, part).layers)]
-        for part in ("bottom", "top", "attention", "final")
-    }
-    assert widths == {"bottom": [1, 16], "top": [22, 15, 15], "attention": [20, 15, 15, 20], "final": [30, 60, 1]}
-
-
-def test_gradients_repeat_to_the_bit_on_several_threads() -> None:
-    """Rows that stand in many steps get the sum of many gradients, in one order.
-
-    Torch's own gather adds them as threads come, which shows now and then, mostly on a busy machine.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        embedding = make_embedding()
-        model, lengths = make_model(embedding), [STEPS] * 4000
-        sparse, seen = jagged(make_ids(lengths), lengths), []
-        for _ in range(8):
-            model(torch.empty(len(lengths), 0), look_up(model, embedding, sparse)).square().sum().backward()
-            seen.append([pending.grad.clone() for pending in embedding.pending])
-            embedding.clear_pending()
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(one, first) for grads in seen for one, first in zip(grads, seen[0], strict=True))
-
-
 def test_a_batch_without_a_feature_is_refused() -> None:
     embedding = make_embedding()
     model, ids = make_model(embedding), make_ids([2, 3])

@@ -474,7 +474,6 @@ def test_the_map_of_a_large_batch_is_given_back(emb: EmbeddingCollection) -> Non
 
 
 def resident_bytes(array: torch.Tensor, first: int) -> int:
-    """Of the pages of the rows from `first` on."""
     start = array.data_ptr() + first * array[:1].nbytes
     start += -start % mmap.PAGESIZE
     num_pages = (array.data_ptr() + array.nbytes - start) // mmap.PAGESIZE

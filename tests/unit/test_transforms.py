@@ -159,7 +159,6 @@ def computed(name: str = "log1p_clip0", **fields: Any) -> dict[str, Any]:
 
 
 def chain(*made: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
-    """A schema of transforms (name, column, into), of which each may take what those before it compute."""
     options = {"hash": {"buckets": 9}, "fill": {"value": 0}, "clip": {"low": 0}}
     transforms = [{name: {"column": column, "into": into, **options[name]}} for name, column, into in made]
     return {**SCHEMA, "dense": ["y"] if len(made) > 1 else [], "transforms": transforms, **changes}

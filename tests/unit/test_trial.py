@@ -170,6 +170,7 @@ def test_a_failure_leaves_nothing(data: Path, tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow_but("9")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_trial_leaves_nothing(data: Path, tmp_path: Path, number: int) -> None:
     """A killed process cannot remove its rows; the next trial there does."""
@@ -242,6 +243,7 @@ def test_alternatives_take_turns(data: Path, tmp_path: Path, monkeypatch: pytest
         try_alternatives(config_file(data, tmp_path, memory={"dram": "1KiB"}), [], rounds=1)
 
 
+@pytest.mark.slow
 def test_an_alternative_has_a_process_of_its_own(data: Path, tmp_path: Path) -> None:
     found = alternatives._in_a_process(config_file(data, tmp_path), ["train.batch_size=8"])
     assert isinstance(found, alternatives.Found) and found.trial.peak_bytes > 1 << 26
@@ -285,6 +287,7 @@ def test_epochs_are_weighed_as_the_run_has_them(
     assert found.samples_per_s == pytest.approx(1e3 * 1500 / 94 / sum(found.step_ms.values()), rel=1e-3)
 
 
+@pytest.mark.slow_but("16", "400")
 @pytest.mark.parametrize("batch_size", [16, 400, 5000])
 def test_gathering_rows_is_spread_over_the_steps_between(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
