@@ -301,7 +301,6 @@ class SyntheticSource:
     """
 
     skip_bad_rows = 0
-    leaves_out = False
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
@@ -323,7 +322,9 @@ class SyntheticSource:
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65_536) -> Generator[Chunk, None, None]:
+    def chunks(
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65_536
+    ) -> Generator[Chunk, None, None]:
         """Yields the rows from `start.offset` on in chunks; only the last may have fewer rows."""
         end = self.config.num_rows
         for row in range(start.offset if start else 0, end, rows_per_chunk):

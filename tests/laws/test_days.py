@@ -30,7 +30,7 @@ from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension, Uses
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import Encoder, _Earlier, run_prepare
-from hotrow.data.prepare.statistics import NUM_FOLDS, PAGE_BITS, Statistics
+from hotrow.data.prepare.statistics import NUM_FOLDS, PAGE_BITS, Statistics, folds_of
 from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import SplitSpec, parse_schema
@@ -315,7 +315,7 @@ def test_how_it_runs_moves_no_byte(
 def test_stopped_and_continued_moves_no_byte(
     days: list[Path], logs: list[Path], tmp_path: Path, stage: str, number: int
 ) -> None:
-    plain = pipeline._Stages._drawn
+    plain = pipeline.Stages._drawn
 
     def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
         for i, piece in enumerate(plain(stages, name, *given)):
@@ -324,7 +324,7 @@ def test_stopped_and_continued_moves_no_byte(
             yield piece
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline._Stages, "_drawn", reported)
+        patch.setattr(pipeline.Stages, "_drawn", reported)
         with pytest.raises(Interrupted):
             next_day(logs[2], tmp_path / "day_3", days[1], {})
     with pytest.raises(ValueError, match=r"day\.number is 2, was 3"):
@@ -369,7 +369,7 @@ def test_statistics_without_a_time_count_earlier_days_and_other_folds(logs: list
     first_day(logs[0], tmp_path / "day_1", schema=schema)
     next_day(logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
     dataset, (one, two) = PackedDataset.open(tmp_path / "day_2"), (day_rows(1), day_rows(2))
-    fold = np.concatenate([pipeline.folds_of(schema, np.arange(700))])
+    fold = np.concatenate([folds_of(schema, np.arange(700))])
     wanted = []
     for row, site in enumerate(two["site"]):
         others = [i for i in range(700) if fold[i] != fold[row]]

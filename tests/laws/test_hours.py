@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import hotrow
 from hotrow.cli.app import app
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare import pipeline
-from hotrow.data.prepare.pipeline import Hours
+from hotrow.data.prepare import fit
+from hotrow.data.prepare.fit import Hours
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
@@ -48,7 +48,7 @@ def truth(seconds: Sequence[int], most: int = 50) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("span", [HOUR - 1, 5 * HOUR, 11 * DAY, 90 * DAY])
 def test_hours_are_those_of_a_dictionary(monkeypatch: pytest.MonkeyPatch, per_s: int, span: int) -> None:
     """However rows are cut into chunks; times before 1970 too."""
-    monkeypatch.setattr(pipeline, "MAX_HOURS", 30)
+    monkeypatch.setattr(fit, "MAX_HOURS", 30)
     rng = np.random.default_rng(span)
     for start in (MIDNIGHT, -7 * DAY - 5):
         times = start * per_s + np.sort(rng.integers(0, span * per_s, 700))

@@ -254,7 +254,7 @@ def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytes
     options = {"rows_per_chunk": 32, "rows_per_part": 64, "rows_per_block": 64}
     small = prepared(rows, tmp_path / "small", split="random", **options)
     np.testing.assert_array_equal(stored(small, "random", 400), stored(wanted, "random", 400))
-    plain = pipeline._Stages._drawn
+    plain = pipeline.Stages._drawn
     for stage in ("count", "encode"):
         for number in (0, 1, 5, 9):
 
@@ -266,7 +266,7 @@ def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytes
 
             folder = tmp_path / f"{stage}{number}"
             with monkeypatch.context() as patched:
-                patched.setattr(pipeline._Stages, "_drawn", reported)
+                patched.setattr(pipeline.Stages, "_drawn", reported)
                 with pytest.raises(Interrupted):
                     prepared(rows, folder, split="random", **options)
             again = prepared(rows, folder, split="random", **options)
@@ -362,7 +362,7 @@ def test_sorted_rows_after_a_stop_or_a_kill_at_any_moment(tmp_path: Path, monkey
     wanted = prepared(rows, tmp_path / "ordered", split="time", **options)
     rows = shuffled(rows)
     monkeypatch.setattr(stored_rows, "ROWS_PER_PART", 128)
-    drawn, synced, merged = pipeline._Stages._drawn, stored_rows._synced, stored_rows._merged
+    drawn, synced, merged = pipeline.Stages._drawn, stored_rows._synced, stored_rows._merged
 
     def stopped(stages: Any, name: str, *given: Any) -> Iterator[Any]:
         for i, piece in enumerate(drawn(stages, name, *given)):
@@ -387,7 +387,7 @@ def test_sorted_rows_after_a_stop_or_a_kill_at_any_moment(tmp_path: Path, monkey
     for number, moment in enumerate(moments):
         folder, written = tmp_path / str(number), list[int]()
         with monkeypatch.context() as patched:
-            patched.setattr(pipeline._Stages, "_drawn", stopped)
+            patched.setattr(pipeline.Stages, "_drawn", stopped)
             if moment[0] == "written":
                 patched.setattr(stored_rows, "_synced", write_and_die)
             if moment[0] == "merged":
@@ -403,7 +403,7 @@ def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pyt
     rows = shuffled(some_rows(100))
     monkeypatch.setattr(stored_rows, "ROWS_PER_PART", 40)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline._Stages, "_encode", lambda *_: 1 / 0)
+        patched.setattr(pipeline.Stages, "_encode", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepared(rows, tmp_path, split="time")
     path = tmp_path / "out" / ".prepare" / "rows" / "1-000000.arrow"
@@ -523,7 +523,7 @@ def test_a_lag_of_rows_in_any_order_in_small_chunks_and_after_a_stop(
         write(each, tmp_path / name)
     prepare_lagged(tmp_path / "whole", options)
     wanted, options = PackedDataset.open(tmp_path / "whole" / "out").info, options | {"rows_per_chunk": 32}
-    plain = pipeline._Stages._drawn
+    plain = pipeline.Stages._drawn
 
     def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
         for i, piece in enumerate(plain(stages, name, *given)):
@@ -532,7 +532,7 @@ def test_a_lag_of_rows_in_any_order_in_small_chunks_and_after_a_stop(
             yield piece
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline._Stages, "_drawn", reported)
+        patched.setattr(pipeline.Stages, "_drawn", reported)
         with pytest.raises(Interrupted):
             prepare_lagged(tmp_path / "stop", options)
     for name in ("chunks", "shuffled", "stop"):

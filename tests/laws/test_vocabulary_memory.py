@@ -37,10 +37,10 @@ def count_and_encode(folder: Path, num_ids: int) -> None:
         assert counters.num_spills > 3
     assert summary.num_embeddings == num_ids + 1
     with EncoderPool({"ids": folder / "vocab"}, folder / "spill", memory_bytes=MEMORY_BYTES) as encoders:
-        assert encoders.needs_occurrences
-        for first in range(0, num_ids, CHUNK):
-            encoders["ids"].add("id", keys_of(first, min(first + CHUNK, num_ids)))
-        encoders.finish()
+        assert encoders["ids"].num_passes
+        for _ in encoders.passes():
+            for first in range(0, num_ids, CHUNK):
+                encoders["ids"].add("id", keys_of(first, min(first + CHUNK, num_ids)))
         for first in range(0, num_ids, CHUNK):
             last = min(first + CHUNK, num_ids)
             rows = encoders["ids"].encode("id", keys_of(first, last), first_key=first)

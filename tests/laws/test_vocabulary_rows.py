@@ -84,11 +84,10 @@ class Case:
             self.num_spills = counters.num_spills
         rows, first = [], 0
         with EncoderPool({"t": folder / "v"}, folder / "tmp", memory_bytes=memory_bytes // 4) as encoders:
-            if encoders.needs_occurrences:
+            for _ in encoders.passes():
                 self.used_parts = True
                 for chunk in self.chunks:
                     encoders["t"].add("f", self.keys(chunk))
-                encoders.finish()
             for chunk in self.chunks:
                 rows.append(encoders["t"].encode("f", self.keys(chunk), first_key=first).tolist())
                 first += len(chunk)

@@ -156,11 +156,13 @@ def vocabulary(folder: Path) -> Path:
 def test_an_encoder_that_does_not_fit_equals_one_that_does(tmp_path: Path) -> None:
     path = vocabulary(tmp_path)
     with EncoderPool({"t": path}, tmp_path / "tmp", memory_bytes=20_000) as encoders:
-        assert encoders.needs_occurrences
-        for seed in range(8):
-            encoders["t"].add("f", chunk(seed))
-            encoders["t"].add("g", chunk(seed + 100, n=10))
-        encoders.finish()
+        num_passes = 0
+        for _ in encoders.passes():
+            num_passes += 1
+            for seed in range(8):
+                encoders["t"].add("f", chunk(seed))
+                encoders["t"].add("g", chunk(seed + 100, n=10))
+        assert num_passes > 1
         assert sorted(p.name for p in (tmp_path / "tmp").iterdir()) == ["v.0.rows", "v.1.rows"]
         truth = Vocabulary.open(path)
         for seed in range(8):
@@ -180,10 +182,10 @@ def test_small_vocabularies_are_loaded_first(tmp_path: Path) -> None:
         pool.build("small", tmp_path / "w", tmp_path / "d")
     paths = {"large": large, "small": tmp_path / "w"}
     with EncoderPool(paths, tmp_path / "tmp", memory_bytes=30_000) as encoders:
-        assert not encoders["small"].needs_occurrences
-        assert encoders["large"].needs_occurrences
+        assert not encoders["small"].num_passes
+        assert encoders["large"].num_passes
     with EncoderPool(paths, tmp_path / "tmp", memory_bytes=1 << 20) as encoders:
-        assert not encoders.needs_occurrences
+        assert not list(encoders.passes())
     with pytest.raises(ValueError, match=r"a vocabulary of [\d,]+ bytes cannot be used within 100; give it at least"):
         TableEncoder(Vocabulary.open(large), tmp_path, memory_bytes=100)
 
@@ -195,6 +197,6 @@ def test_a_full_disk_while_encoding_leaves_nothing(tmp_path: Path, monkeypatch: 
         pytest.raises(OSError, match=r"disk full while encoding with the vocabulary 'v', which does not fit"),
         EncoderPool({"t": path}, tmp_path / "tmp", memory_bytes=20_000) as encoders,
     ):
-        encoders["t"].add("f", chunk(0))
-        encoders.finish()
+        for _ in encoders.passes():
+            encoders["t"].add("f", chunk(0))
     assert list((tmp_path / "tmp").iterdir()) == []

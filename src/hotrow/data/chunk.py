@@ -227,17 +227,20 @@ class Source(Protocol):
         Raises ValueError naming a missing, empty or unreadable file.
         """
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Generator[Chunk, None, None]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` on; None is the first row.
+    def chunks(
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65536
+    ) -> Generator[Chunk, None, None]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before the file `stop`; None: all rows.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
 
 
-def file_starts(start: Position | None, num_files: int) -> Iterator[tuple[int, int]]:
-    """Yields the index of each file from a position on, and where its rows begin that are left to read."""
+def file_starts(start: Position | None, num_files: int, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yields the index of each file from a position on, before the file `stop`, and where its rows begin that are left
+    to read."""
     start = start or Position()
-    for index in range(start.file_index, num_files):
+    for index in range(start.file_index, num_files if stop is None else stop):
         yield index, start.offset if index == start.file_index else 0
 
 

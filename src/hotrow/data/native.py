@@ -201,6 +201,11 @@ class Counter:
         self._bytes = stores_bytes(kind, hash_cap)
         self._counter = backend().Counter(self._bytes, order)
 
+    def __reduce__(self) -> Any:
+        """Pickles without counts, which `drain` has written."""
+        assert not self.num_keys + self.num_missing, "drained"
+        return functools.partial(Counter, self.kind, hash_cap=self.hash_cap, order=self.order), ()
+
     def add(self, keys: Keys, counts: NDArray[np.uint32] | None = None) -> None:
         """Counts key i counts[i] times, as if it had come so often in a row; None counts each key once."""
         if keys.kind != self.kind:

@@ -103,12 +103,17 @@ class BinaryCrossEntropy(Objective):
             "undefined": f"all {num_rows} labels are {int(positive > 0)}: auc and ne need both" if single else None,
         }
 
+    def losses(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """The binary cross-entropy of each row [N]."""
+        z = outputs_N.astype(np.float64)
+        return np.logaddexp(0.0, z) - label_N * z
+
     def influences(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:
         """Returns those of `auc` (DeLong et al., 1988), `logloss` and `ne`."""
-        z, share_N = outputs_N.astype(np.float64), shares(weight_N, len(label_N))
-        loss_N, rate = np.logaddexp(0.0, z) - label_N * z, float((share_N * label_N).mean())
+        loss_N, share_N = self.losses(outputs_N, label_N), shares(weight_N, len(label_N))
+        rate = float((share_N * label_N).mean())
         loss = float((share_N * loss_N).mean())
         found = {"logloss": share_N * (loss_N - loss)}
         if share_N[label_N].any() and share_N[~label_N].any():

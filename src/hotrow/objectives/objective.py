@@ -118,6 +118,10 @@ class Objective:
         """
         raise NotImplementedError
 
+    def losses(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> NDArray[np.float64]:
+        """The loss of each of N rows; its weighted mean is `loss_figure`."""
+        raise NotImplementedError
+
     def influences(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[Any], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:

@@ -83,6 +83,12 @@ class SeveralLabels(Objective):
             "undefined": "; ".join(reasons) or None,
         }
 
+    def losses(self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any]) -> NDArray[np.float64]:
+        """The mean over the labels of the base's, [N]."""
+        columns = zip(outputs_NL.T, label_NL.T, strict=True)
+        found: NDArray[np.float64] = np.mean([self.base.losses(*each) for each in columns], axis=0)
+        return found
+
     def influences(
         self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:

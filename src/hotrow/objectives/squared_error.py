@@ -76,6 +76,11 @@ class SquaredError(Objective):
             "undefined": None if base else f"all {len(labels)} labels are {counted[0]:g}: r2 needs several values",
         }
 
+    def losses(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The squared error of each row [N]."""
+        errors = outputs_N.astype(np.float64) - label_N
+        return errors**2
+
     def influences(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:

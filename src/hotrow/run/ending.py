@@ -35,7 +35,9 @@ def finish(training: Training) -> None:
     _warn_of(training, [doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
     if training.writes_files:
         _count_columns(training)
-    if judged and training.parts.items is None:
+    # The run that trains after a selection is looked at itself, if it has rows to be judged by.
+    is_final = training.folder.path.name != SELECTION or "test" not in judged
+    if judged and training.parts.items is None and is_final:
         _look_at_scores(training, *list(judged.items())[-1])
     training.folder.update(
         status="finished",

@@ -119,10 +119,10 @@ class _Inputs:
         """Returns the loss of each of at most STRETCHES parts of the rows."""
         objective, num_parts = self.parts.objective, min(STRETCHES, self.num_rows)
         outputs_B = self.parts.dense.outputs(self.parts.model, self.dense, self.rows).cpu().numpy()
-        label_B = self.labels > 0 if objective.label == "binary" else self.labels
-        columns: list[Any] = [outputs_B, label_B, *([] if self.weights is None else [self.weights])]
-        each = [objective.measured(*(own[k::num_parts] for own in columns)) for k in range(num_parts)]
-        return np.array([figures[objective.loss_figure] for figures in each])
+        loss_B = objective.losses(outputs_B, self.labels > 0 if objective.label == "binary" else self.labels)
+        weight_B = np.ones(len(loss_B)) if self.weights is None else self.weights
+        parts = (slice(k, None, num_parts) for k in range(num_parts))
+        return np.array([np.average(loss_B[part], weights=weight_B[part]) for part in parts])
 
     def of_rows(self, chosen: Tensor) -> _Inputs:
         """Returns the chosen rows."""

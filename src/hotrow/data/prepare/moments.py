@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
-
-from hotrow.base.records import Count
 
 MANTISSA_BITS = 24
 """Bits of a float32's mantissa, the leading 1 included."""
@@ -65,42 +60,6 @@ class Moments:
         """Returns the exact variance of all values; there must be at least one."""
         squares = (s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items())
         return sum(squares, Fraction(0)) / self.num_values - self.mean() ** 2
-
-    def to_record(self) -> MomentsRecord:
-        """Returns the moments as a snapshot stores them; `from_record` is the inverse."""
-        sums, squares = ({str(e): str(s) for e, s in own.items()} for own in (self._sums, self._squares))
-        return MomentsRecord(self.num_values, sums, squares)
-
-    @staticmethod
-    def from_record(found: MomentsRecord) -> Moments:
-        """Returns the moments that `to_record` stored."""
-        moments = Moments()
-        moments.num_values = found.num_values
-        moments._sums = {int(e): int(s) for e, s in found.sums.items()}
-        moments._squares = {int(e): int(s) for e, s in found.squares.items()}
-        return moments
-
-
-_Exponent = Annotated[str, Field(pattern=r"^(0|-?[1-9][0-9]?|-?1[0-9][0-9])$")]
-_Whole = Annotated[str, Field(pattern=r"^-?[0-9]{1,60}$")]
-
-
-@dataclass(frozen=True)
-class MomentsRecord:
-    """`Moments` in JSON; numbers are text, because they may have more than 64 bits."""
-
-    num_values: Count
-    sums: dict[_Exponent, _Whole]
-    """Sums of the mantissas, by exponent."""
-    squares: dict[_Exponent, _Whole]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if no numbers can have these moments."""
-        is_possible = not (self.sums or self.squares)
-        if self.num_values:
-            is_possible = Moments.from_record(self).variance() >= 0
-        if not is_possible:
-            raise ValueError("no numbers can have these sums and squares")
 
 
 def _power(exponent: int) -> Fraction:

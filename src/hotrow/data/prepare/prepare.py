@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.days import Base, Day
 from hotrow.data.prepare.encoder import RowEncoder, TableEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
-from hotrow.data.prepare.statistics import Statistics, raw_transforms
+from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import format_of, is_paths
@@ -307,11 +308,11 @@ class Encoder:
             values=values,
             keep=keep,
         )
-        pool = _Here() if self.threads == 1 else ThreadPoolExecutor(self.threads, thread_name_prefix="hotrow-encode")
+        is_one = self.threads == 1
+        pool = nullcontext() if is_one else ThreadPoolExecutor(self.threads, thread_name_prefix="hotrow-encode")
         with pool as executor:
             tables = {name: TableEncoder(vocabulary) for name, vocabulary in self.vocabularies.items()}
-            transforms = raw_transforms(self.schema, self.transforms)
-            encode = RowEncoder(self.schema, transforms, tables, executor)
+            encode = RowEncoder(self.schema, self.transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
                 if self.statistics is not None:
                     chunk = self.statistics.of_rows_to_score(chunk)
@@ -337,14 +338,6 @@ class Encoder:
         if looks_like_criteo(file.first_line()):
             return "criteo"
         return "csv" if {*self.schema.input_names} <= {*TextReader([file], self.schema.csv).names} else "criteo"
-
-
-class _Here(Executor):
-    """Computes on the calling thread."""
-
-    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_: Any) -> Iterator[Any]:
-        """Yields what `fn` makes of the elements."""
-        return map(fn, *iterables)
 
 
 def _count(seen: Seen, schema: Schema, chunk: Chunk, dense: NDArray[np.float32], ids: Mapping[str, Ids]) -> None:

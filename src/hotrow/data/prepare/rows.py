@@ -3,6 +3,9 @@
     rows = ingest(opened, folder, ...)                     # continues behind the last whole part
     for chunk, numbers in rows.chunks(first=0): ...        # from any row on
 
+    known = known.merged(ingest(opened, folder / "1", file=1, ...).known, "1")       # of files, read on many machines
+    for spans in Rows(folder, schema, known).cut(100_000, by_time=False): ...        # spans: what one of them takes
+
 A part is a file in Arrow's stream format. It holds rows as the source has read them: labels, weight, time, numbers as
 float32, ids as uint32 if they fit, else as int64 or bytes; bytes that repeat are stored once for each batch. So no cell
 is read twice; what depends on the text (bad rows, odd cells, the file of a row) is settled when the parts are whole.
@@ -14,17 +17,19 @@ time keep their order.
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import field, replace
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.door import make_folder, open_file, remove
@@ -41,27 +46,35 @@ from hotrow.data.chunk import (
     select_rows,
 )
 from hotrow.data.coded import CodedKeys, KeyColumns, addresses, column_of
-from hotrow.data.prepare.cells import CellCounts
+from hotrow.data.prepare.odd import CellCounts
 from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import Schema
-from hotrow.data.sources.split import sample_mask
+from hotrow.data.sources.split import TimeHistogram, sample_mask
 
 ROWS_PER_PART = 1 << 20
 ROWS_PER_BATCH = 1 << 16
 REPEATS = 4
 """Bytes whose values come so often in the mean are stored as a dictionary and codes."""
+SAMPLES = 100
+"""Times that are looked at of as many rows as are sorted together."""
 COPIES = 4
 """How often the rows of a part are in memory while they are sorted."""
 CURE = "start again with --overwrite, or remove the folder .prepare"
 RECORD = "rows.json"
+Spans: TypeAlias = list[tuple[int, int]]
+"""First rows, and those behind the last ones, of what is taken together."""
+_Name = Annotated[str, Field(pattern=r"^([0-9]{1,9}/)?[01]-[0-9]{6,9}\.arrow$")]
 
 
 @record(frozen=True, config=STRICT)
 class Part:
     """One file of rows."""
 
+    file: _Name
     num_rows: Count
     num_bytes: Count
+    first_number: Count = 0
+    """What to add to the stored numbers of its rows."""
 
 
 @record(frozen=True, config=STRICT)
@@ -70,7 +83,7 @@ class Ingested:
 
     identity: dict[str, JsonValue]
     """What decides the rows; other rows are not continued."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...]
     position: Position = field(default_factory=Position)
     """Where the source goes on."""
     num_rows: Count = 0
@@ -85,8 +98,21 @@ class Ingested:
     examples: tuple[str, ...] = ()
     """Errors of a few of the bad rows that were skipped."""
     is_whole: bool = False
-    merge: Count = 0
-    """How often the parts were merged into new ones; the names of their files begin with it."""
+
+    def merged(self, later: Ingested, folder: str) -> Ingested:
+        """What is known of these rows and those of later files, which were read into a folder in this one's."""
+        moved = (replace(p, file=f"{folder}/{p.file}", first_number=self.num_rows) for p in later.parts)
+        rows = zip_longest(self.rows_of_files, later.rows_of_files, fillvalue=0)
+        return replace(
+            self,
+            parts=(*self.parts, *moved),
+            position=Position(num_skipped=self.position.num_skipped + later.position.num_skipped),
+            num_rows=self.num_rows + later.num_rows,
+            rows_of_files=tuple(map(sum, rows)),
+            last_time=max((k.last_time for k in (self, later) if k.last_time is not None), default=None),
+            cells=self.cells.merged(later.cells),
+            examples=self.examples + later.examples,
+        )
 
 
 _DOCUMENT = Document(Ingested, marks={"hotrow_rows": 1}, cure=CURE)
@@ -96,7 +122,7 @@ class Rows:
     """The stored rows of a source, numbered from 0 in their order here."""
 
     def __init__(self, folder: Path, schema: Schema, known: Ingested) -> None:
-        self.folder, self.known, self._schema = folder, known, schema
+        self.folder, self.known, self.schema = folder, known, schema
 
     def __len__(self) -> int:
         return sum(part.num_rows for part in self.known.parts)
@@ -107,32 +133,81 @@ class Rows:
         """Yields rows from `first` on, before `stop`, and their numbers in the source."""
         entries = dict[str, tuple[pa.Array, Keys]]()
         for batch, numbers in self._batches(first, stop, rows_per_chunk):
-            yield _chunk(batch, self._schema, entries), numbers
+            yield _chunk(batch, self.schema, entries), numbers
+
+    def chunks_of(self, spans: Spans) -> Iterator[tuple[Chunk, NDArray[np.int64]]]:
+        """Yields rows as `chunks`: of one span, or of several that are sorted by time together."""
+        if len(spans) == 1:
+            yield from self.chunks(*spans[0])
+            return
+        for batch in self.sorted(spans).to_batches(ROWS_PER_BATCH):
+            yield _chunk(batch, self.schema, {}), batch.column("row").to_numpy()
+
+    def sorted(self, spans: Spans) -> pa.Table:
+        """The rows of spans, each in the order of time, by time; rows of one time keep the order of the spans."""
+        tables = [
+            pa.Table.from_batches([batch.set_column(batch.schema.names.index("row"), "row", pa.array(numbers))])
+            for span in spans
+            for batch, numbers in self._batches(*span, ROWS_PER_BATCH, is_mapped=True)
+        ]
+        return _by_time(pa.concat_tables(tables, promote_options="permissive"))
+
+    def cut(self, num_rows: int, *, by_time: bool) -> list[Spans]:
+        """Cuts the rows into about so many: of one part each, or, if each part is in the order of time, of all parts.
+        Rows of one time then stay together."""
+        bounds = list(pairwise(accumulate((part.num_rows for part in self.known.parts), initial=0)))
+        if not by_time:
+            return [[(i, min(i + num_rows, stop))] for row, stop in bounds for i in range(row, stop, num_rows)]
+        step = max(1, num_rows // SAMPLES)
+        times = np.sort(np.concatenate([times[::step] for _, times in self.order() if times is not None]))
+        ends = np.unique(times[num_rows // step :: num_rows // step])
+        ends = ends[ends > times[0]]
+        of_parts = (pairwise([row, *self._places(row, stop, ends), stop]) for row, stop in bounds)
+        return [[(row, stop) for row, stop in spans if row < stop] for spans in zip(*of_parts, strict=True)]
+
+    def _places(self, row: int, stop: int, ends: NDArray[np.int64]) -> list[int]:
+        """The row at which each time comes or would come, among rows that are in the order of time."""
+        places = np.full(len(ends), row)
+        for _, times in self.order(row, stop):
+            assert times is not None, "rows in the order of time"
+            places += np.searchsorted(times, ends)
+        return [int(place) for place in places]
 
     def order(
-        self, rows_per_chunk: int = ROWS_PER_BATCH
+        self, first: int = 0, stop: int | None = None, *, rows_per_chunk: int = ROWS_PER_BATCH
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
-        """Yields the numbers and times of all rows; None are the times of rows without one."""
-        for batch, numbers in self._batches(0, None, rows_per_chunk):
+        """Yields the numbers and times of rows; None are the times of rows without one."""
+        for batch, numbers in self._batches(first, stop, rows_per_chunk, is_mapped=True):
             yield numbers, batch.column("time").to_numpy() if "time" in batch.schema.names else None
 
+    def times(self) -> TimeHistogram:
+        """How many rows have which time; nothing of rows without one."""
+        found = TimeHistogram()
+        for _, times in self.order():
+            if times is not None:
+                found.add(times)
+        return found
+
     def _batches(
-        self, first: int, stop: int | None, rows_per_chunk: int
+        self, first: int, stop: int | None, rows_per_chunk: int, *, is_mapped: bool = False
     ) -> Iterator[tuple[pa.RecordBatch, NDArray[np.int64]]]:
         row, stop = 0, len(self) if stop is None else stop
-        for place, part in enumerate(self.known.parts):
+        for part in self.known.parts:
             if row + part.num_rows <= first:
                 row += part.num_rows
                 continue
-            for batch in _read(self.folder / _name(self.known.merge, place), part):
+            if row >= stop:
+                return
+            end = row + part.num_rows
+            for batch in _read(self.folder, part, is_mapped=is_mapped):
                 for start in range(max(0, first - row), min(len(batch), stop - row), rows_per_chunk):
                     piece = batch.slice(start, min(rows_per_chunk, stop - row - start))
                     stored = "row" in batch.schema.names
                     at = piece.column("row").to_numpy() if stored else np.arange(row, row + len(piece)) + start
-                    yield piece, at
+                    yield piece, at + part.first_number if stored and part.first_number else at
                 row += len(batch)
-            if row >= stop:
-                return
+                if stop <= row < end:
+                    return
 
 
 def ingest(
@@ -140,10 +215,11 @@ def ingest(
     folder: Path,
     *,
     info: SourceInfo,
-    rows: int | None,
-    sample: float,
     by_time: bool,
     memory_bytes: int,
+    rows: int | None = None,
+    sample: float = 1.0,
+    file: int | None = None,
     rows_per_chunk: int = ROWS_PER_BATCH,
     beside_bytes: int = 0,
     check_stop: Callable[[], None] = lambda: None,
@@ -153,14 +229,14 @@ def ingest(
     """Reads the first `rows` rows of a source, all if None, or a `sample` of them, into parts in `folder`.
 
     Parts of an earlier call that was interrupted are continued; those of other rows are removed. by_time: rows are
-    stored in the order of time. memory_bytes: what sorting may take. beside_bytes: what the dataset takes beside
-    its rows. check_stop: is called between chunks, and may raise. report: takes the number of rows read so far. say:
-    takes lines for the user.
+    stored in the order of time. memory_bytes: what sorting may take. file: reads this file of the source alone, all of
+    it. beside_bytes: what the dataset takes beside its rows. check_stop: is called between chunks, and may raise.
+    report: takes the number of rows read so far. say: takes lines for the user.
 
     Raises RowError for a bad row beyond those that may be skipped, and ValueError if the disk is too small.
     """
     source, schema = opened.source, opened.schema
-    identity = _identity(opened, info, rows=rows, sample=sample, by_time=by_time)
+    identity = _identity(opened, info, rows=rows, sample=sample, by_time=by_time, file=file)
     known = _known(folder, identity)
     if known.is_whole:
         return Rows(folder, schema, known)
@@ -182,8 +258,9 @@ def ingest(
     kept = known
     with ExitStack() as stack:
         stack.callback(writer.abort)
-        start = known.position if known.num_rows else None
-        for chunk in stack.enter_context(closing(source.chunks(start, rows_per_chunk=rows_per_chunk))):
+        begin, stop = (None, None) if file is None else (Position(file), file + 1)
+        start = known.position if known.num_rows else begin
+        for chunk in stack.enter_context(closing(source.chunks(start, stop=stop, rows_per_chunk=rows_per_chunk))):
             check_stop()
             chunk = _first(chunk, None if rows is None else rows - kept.num_rows)
             numbers = np.arange(kept.num_rows, kept.num_rows + chunk.num_rows)
@@ -203,13 +280,13 @@ def ingest(
                 break
         position = replace(kept.position, num_skipped=max(kept.position.num_skipped, source.skipped.num_rows))
         kept = save(replace(kept, position=position))
-    if not kept.num_rows:
+    if not kept.num_rows and file is None:
         if num_bad := position.num_skipped:
             raise ValueError(f"{info.files[0].path} has no good row, and {num_bad:,} bad ones; see what changed in it")
         raise NoRowsError(f"{info.files[0].path} has no rows; there is nothing to prepare")
     if by_time and not kept.is_rising:
         say("the rows do not come in the order of time: they were sorted by it, as `statistics` need it")
-        kept = _merged(folder, kept, check_stop)
+        kept = _merged(Rows(folder, schema, kept), check_stop)
     kept = replace(kept, is_whole=True)
     _DOCUMENT.write(folder / RECORD, kept)
     return Rows(folder, schema, kept)
@@ -224,7 +301,7 @@ def may_go_on(folder: Path) -> bool:
 
 
 def _identity(
-    opened: OpenedSource, info: SourceInfo, *, rows: int | None, sample: float, by_time: bool
+    opened: OpenedSource, info: SourceInfo, *, rows: int | None, sample: float, by_time: bool, file: int | None
 ) -> dict[str, Any]:
     """What decides the rows that are stored; which of them train is decided later."""
     schema = {name: value for name, value in opened.schema.to_json().items() if name != "split"}
@@ -236,6 +313,7 @@ def _identity(
         "rows": rows,
         "sample": [sample, opened.schema.split.seed] if sample < 1 else None,
         "by_time": by_time,
+        "file": file,
     }
 
 
@@ -247,7 +325,7 @@ def _known(folder: Path, identity: dict[str, Any]) -> Ingested:
             return found
     remove(folder)
     make_folder(folder)
-    return Ingested(identity)
+    return Ingested(identity, ())
 
 
 def _first(chunk: Chunk, num_rows: int | None) -> Chunk:
@@ -292,8 +370,8 @@ def _check_disk(folder: Path, known: Ingested, num_rows: int, beside_bytes: int,
         )
 
 
-def _name(merge: int, place: int) -> str:
-    return f"{merge}-{place:06}.arrow"
+def _name(place: int, *, is_merged: bool = False) -> str:
+    return f"{int(is_merged)}-{place:06}.arrow"
 
 
 class _Writer:
@@ -348,7 +426,7 @@ class _Writer:
 
     @property
     def _path(self) -> Path:
-        return self._folder / _name(0, self._place)
+        return self._folder / _name(self._place)
 
     def finish(self) -> Part | None:
         """Ends the part; None if it has no rows."""
@@ -359,7 +437,7 @@ class _Writer:
                 self._write(batch)
         assert self._file is not None and self._stream is not None, "the part has rows"
         self._stream.close()
-        part = Part(self._num_rows, _synced(self._file))
+        part = Part(self._path.name, self._num_rows, _synced(self._file))
         self._place, self._file = self._place + 1, None
         self._begin()
         return part
@@ -453,15 +531,17 @@ def _keys(array: pa.Array, name: str, entries: dict[str, tuple[pa.Array, Keys]])
     return CodedKeys(known[1], codes)
 
 
-def _read(path: Path, part: Part) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of a part. Raises ValueError naming the file if it is damaged."""
-    num_rows = 0
+def _read(folder: Path, part: Part, *, is_mapped: bool = False) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of a part. is_mapped: of which few columns or rows are wanted; pages that were read count as
+    memory. Raises ValueError naming the file if it is damaged."""
+    path, num_rows = folder / part.file, 0
     try:
-        with open_file(path) as file:
+        with open_file(path, within=folder) as file:
             if (num_bytes := file.seek(0, 2)) != part.num_bytes:
                 raise ValueError(f"it has {num_bytes:,} bytes and not {part.num_bytes:,}")
             file.seek(0)
-            for batch in pa.ipc.open_stream(file):  # not mapped: pages that were read would count as memory
+            data = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if is_mapped else file
+            for batch in pa.ipc.open_stream(data):
                 num_rows += len(batch)
                 yield batch
         if num_rows != part.num_rows:
@@ -470,58 +550,22 @@ def _read(path: Path, part: Part) -> Iterator[pa.RecordBatch]:
         raise ValueError(f"{path} does not hold the rows that were read ({error}); {CURE}") from None
 
 
-def _merged(folder: Path, known: Ingested, check_stop: Callable[[], None]) -> Ingested:
+def _merged(rows: Rows, check_stop: Callable[[], None]) -> Ingested:
     """Merges the sorted parts into new ones; the old ones go when the new ones are recorded."""
-    runs = [pa.Table.from_batches(_read(folder / _name(known.merge, i), part)) for i, part in enumerate(known.parts)]
-    most = max(part.num_rows for part in known.parts)
-    parts, waiting, merge = list[Part](), list[pa.Table](), known.merge + 1
-
-    def write() -> None:
-        path = folder / _name(merge, len(parts))
+    folder, known, parts = rows.folder, rows.known, list[Part]()
+    for spans in rows.cut(max(part.num_rows for part in known.parts), by_time=True):
+        check_stop()
+        path = folder / _name(len(parts), is_merged=True)
         path.unlink(missing_ok=True)  # of a merge that was interrupted
-        table, file = pa.concat_tables(waiting, promote_options="permissive"), open_private(path)
+        table, file = rows.sorted(spans), open_private(path)
         with pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
-        parts.append(Part(len(table), _synced(file)))
-        waiting.clear()
-
-    for spans in _merge_spans([_times(run) for run in runs], most):
-        pieces = [run.slice(i, j - i) for run, (i, j) in zip(runs, spans, strict=True) if i < j]
-        ends = {int(_times(piece)[end]) for piece in pieces for end in (0, -1)}
-        table = pa.concat_tables(pieces, promote_options="permissive")
-        # Rows of one time may be more than memory holds, and are in order already.
-        waiting.append(table if len(pieces) == 1 or len(ends) == 1 else _by_time(table))
-        check_stop()
-        if sum(map(len, waiting)) >= ROWS_PER_PART:
-            write()
-    if waiting:
-        write()
-    found = replace(known, parts=tuple(parts), merge=merge)
+        parts.append(Part(path.name, len(table), _synced(file)))
+    found = replace(known, parts=tuple(parts), is_rising=True)
     _DOCUMENT.write(folder / RECORD, found)
-    for i in range(len(known.parts)):
-        (folder / _name(known.merge, i)).unlink()
+    for part in known.parts:
+        (folder / part.file).unlink()
     return found
-
-
-def _merge_spans(runs: Sequence[NDArray[np.int64]], rows_in_memory: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields the begin and end of the rows of each run to merge next, at most `rows_in_memory` in all, or all rows of
-    one key.
-
-    runs: the sorted keys of each. No row of a later yield has a key of an earlier one.
-    """
-    at = [0] * len(runs)
-    step = max(1, rows_in_memory // max(1, len(runs)))
-
-    def stops_at(key: int, side: Literal["left", "right"]) -> list[int]:
-        return [int(np.searchsorted(run, key, side=side)) for run in runs]
-
-    while any(start < len(run) for start, run in zip(at, runs, strict=True)):
-        ahead = [int(run[i + step]) for i, run in zip(at, runs, strict=True) if i + step < len(run)]
-        stops = stops_at(min(ahead), "left") if ahead else [len(run) for run in runs]
-        if stops == at:  # rows of one key fill the piece
-            stops = stops_at(min(ahead), "right")
-        yield list(zip(at, stops, strict=True))
-        at = stops
 
 
 def _by_time(table: pa.Table) -> pa.Table:

@@ -36,6 +36,8 @@ from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
 MAX_RUNS = 64
 """A table's runs are merged into one at this number: a merge keeps every run open, and open files are limited."""
 RUN_SUFFIX = ".run"
+PART_BITS = 40
+"""A part has fewer new ids than 2^40; the builder takes numbers below 2^63."""
 
 
 @dataclass
@@ -79,13 +81,14 @@ class CounterPool:
     """Counts the keys of many tables, together within `memory_bytes`; what does not fit goes to `folder`.
 
     Leaving the `with` block empties the folder. executor: its threads count, each table in one thread at a time. If
-    None, the caller's thread counts; the counts are the same.
+    None, the caller's thread counts; the counts are the same. part: the place of the rows among those that other pools
+    count, in folders of their own: ids of an earlier part were seen first.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None) -> None:
+    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None, part: int = 0) -> None:
         remove(folder)
         make_folder(folder)
-        self.folder, self.memory_bytes = folder, memory_bytes
+        self.folder, self.memory_bytes, self._order = folder, memory_bytes, part << PART_BITS
         self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
         self.num_spills = 0
         """Counters written out because the budget was reached, for the report."""
@@ -95,7 +98,7 @@ class CounterPool:
         """Announces a table. Raises ValueError if it was declared with another kind or cap: its features must agree."""
         known = self._tables.get(table)
         if known is None:
-            counter = Counter(kind, hash_cap=hash_cap)
+            counter = Counter(kind, hash_cap=hash_cap, order=self._order)
             self._tables[table] = _TableCounts(table, kind, hash_cap, counter)
         elif (known.kind, known.hash_cap) != (kind, hash_cap):
             raise ValueError(
@@ -135,6 +138,20 @@ class CounterPool:
     def num_bytes(self) -> int:
         """Memory that all counters hold now."""
         return sum(counts.counter.num_bytes for counts in self._tables.values())
+
+    def write_out(self) -> None:
+        """Writes all counts to the folder. The pool then pickles, without its executor's threads."""
+        for counts in self._tables.values():
+            if counts.counter.num_keys or counts.counter.num_missing:
+                self._spill(counts)
+        self._map = map
+
+    def merge(self, other: CounterPool) -> None:
+        """Takes what another pool has written out, in its folder."""
+        for table, counts in self._tables.items():
+            counts.runs += other._tables[table].runs
+            if len(counts.runs) >= MAX_RUNS:
+                self._merge(counts)
 
     def build(
         self,

@@ -212,31 +212,41 @@ class Statistics:
         found.merge(earlier, fold=found.num_folds - 1)
         return found
 
+    def __reduce__(self) -> Any:
+        """Pickles as `save` writes: of many slots few are taken."""
+        return Statistics._of, (self._to_bytes(), self._schema, self.num_folds)
+
     def save(self, path: Path) -> None:
         """Writes the counts. OSError passes through."""
+        with atomic_write(path) as file:
+            file.write(self._to_bytes())
+
+    def _to_bytes(self) -> bytes:
         arrays: dict[str, NDArray[np.int64]] = {"all": self.all.reshape(-1)}
         for i, counts in enumerate(self.counts):
             of_slot = counts.reshape(-1, 2)
             arrays[f"{i}.slots"] = self._counted(i)
             arrays[f"{i}.counts"] = of_slot[arrays[f"{i}.slots"]].astype(np.int64)
-        with atomic_write(path) as file:
-            file.write(save(arrays))
+        return save(arrays)
 
     @staticmethod
     def load(schema: Schema, path: Path, *, num_folds: int = 1, cure: str) -> Statistics:
         """Reads what `save` wrote. Raises ValueError naming the file if it is damaged, or not of these statistics."""
-        found = Statistics(schema, num_folds=num_folds)
         try:
-            arrays = load(read_file(path))
-            found.all[:] = arrays["all"].reshape(num_folds, 2)
-            for i, counts in enumerate(found.counts):
-                slots, own = arrays[f"{i}.slots"], arrays[f"{i}.counts"]
-                if len(slots) and not (slots.min() >= 0 and own.min() >= 0 and own.max() < 1 << 32):
-                    raise ValueError(f"a slot or a count of {i} is out of range")
-                counts.reshape(-1, 2)[slots] = own
-                found._pages[i][slots % (1 << found.bits) >> PAGE_BITS] = True
+            return Statistics._of(read_file(path), schema, num_folds)
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise ValueError(f"{path} does not hold the statistics of this schema ({error}); {cure}") from None
+
+    @staticmethod
+    def _of(data: bytes, schema: Schema, num_folds: int) -> Statistics:
+        found, arrays = Statistics(schema, num_folds=num_folds), load(data)
+        found.all[:] = arrays["all"].reshape(num_folds, 2)
+        for i, counts in enumerate(found.counts):
+            slots, own = arrays[f"{i}.slots"], arrays[f"{i}.counts"]
+            if len(slots) and not (slots.min() >= 0 and own.min() >= 0 and own.max() < 1 << 32):
+                raise ValueError(f"a slot or a count of {i} is out of range")
+            counts.reshape(-1, 2)[slots] = own
+            found._pages[i][slots % (1 << found.bits) >> PAGE_BITS] = True
         return found
 
 

@@ -197,17 +197,20 @@ class ColumnsSource:
         except ValueError as error:
             raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Generator[Chunk, None, None]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
+    def chunks(
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65536
+    ) -> Generator[Chunk, None, None]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before the file `stop`; a chunk never spans
+        files."""
         start = start or Position()
         self.skipped, self._num_odd = SkippedRows(start.num_skipped), Counter()
-        chunks, reader = self._read(start, rows_per_chunk), self._reader
+        chunks, reader = self._read(start, stop, rows_per_chunk), self._reader
         # The one chunk of a small frame has nothing to be read beside.
         is_one = isinstance(reader, FrameReader) and reader.table.num_rows <= rows_per_chunk
         return chunks if is_one else prefetch(chunks)
 
-    def _read(self, start: Position, rows_per_chunk: int) -> Generator[Chunk, None, None]:
-        for file_index, first in file_starts(start, len(self._reader.files)):
+    def _read(self, start: Position, stop: int | None, rows_per_chunk: int) -> Generator[Chunk, None, None]:
+        for file_index, first in file_starts(start, len(self._reader.files), stop):
             dictionaries = DictionaryReader(self.schema.missing)
             columns = tuple(dict.fromkeys(self._columns + self._keep))
             for rows in self._reader.read(file_index, first, columns, rows_per_chunk):

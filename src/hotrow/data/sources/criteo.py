@@ -82,7 +82,6 @@ class CriteoSource:
     """
 
     name = "criteo"
-    leaves_out = False
 
     def __init__(
         self,
@@ -112,16 +111,17 @@ class CriteoSource:
         self,
         start: Position | None = None,
         *,
+        stop: int | None = None,
         rows_per_chunk: int = 65536,
         depth: int = 1,
     ) -> Generator[Chunk, None, None]:
-        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file.
+        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file, before the file `stop`.
 
         A thread parses the next `depth` chunks while the caller works; with 0 there is no thread.
         """
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
-        chunks = self._read(start, rows_per_chunk)
+        chunks = self._read(start, stop, rows_per_chunk)
         return prefetch(chunks, depth=depth) if depth else chunks
 
     @cached_property
@@ -131,8 +131,8 @@ class CriteoSource:
             return [replace(layout, rows=layout.rows.without_label()) for layout in layouts]
         return layouts
 
-    def _read(self, start: Position, rows_per_chunk: int) -> Generator[Chunk, None, None]:
-        for index, _ in file_starts(start, len(self.files)):
+    def _read(self, start: Position, stop: int | None, rows_per_chunk: int) -> Generator[Chunk, None, None]:
+        for index, _ in file_starts(start, len(self.files), stop):
             layout = self._layouts[index]
             position = start if index == start.file_index else Position(index)
             if position.offset == 0:

@@ -123,17 +123,29 @@ class TimeHistogram:
     def add(self, time: NDArray[np.int64]) -> None:
         """Counts one chunk of rows."""
         self._merge(*np.unique(time >> self.shift, return_counts=True))
-        while len(self.buckets) > self.max_distinct:
-            self.shift += 1
-            buckets, counts = self.buckets >> 1, self.counts
-            self.buckets, self.counts = buckets[:0], counts[:0]
-            self._merge(buckets, counts)
+
+    def merged(self, other: TimeHistogram) -> TimeHistogram:
+        """The rows that both have counted."""
+        found = TimeHistogram(max_distinct=self.max_distinct)
+        found.shift = max(self.shift, other.shift)
+        for own in (self, other):
+            found._merge(own.buckets >> found.shift - own.shift, own.counts)
+        return found
+
+    def _widen(self, shift: int) -> None:
+        """Counts in buckets of 2^shift, if they were narrower."""
+        if shift > self.shift:
+            buckets, counts, more = self.buckets, self.counts, shift - self.shift
+            self.buckets, self.counts, self.shift = buckets[:0], counts[:0], shift
+            self._merge(buckets >> more, counts)
 
     def _merge(self, buckets: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         merged, inverse = np.unique(np.concatenate([self.buckets, buckets]), return_inverse=True)
         sums = np.zeros(len(merged), dtype=np.int64)
         np.add.at(sums, inverse, np.concatenate([self.counts, counts]))
         self.buckets, self.counts = merged, sums
+        if len(merged) > self.max_distinct:
+            self._widen(self.shift + 1)
 
     def plan(self, fractions: tuple[float, float, float]) -> TimePlan:
         """Returns the plan whose shares come nearest to `fractions`.

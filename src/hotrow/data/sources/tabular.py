@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -65,7 +64,7 @@ class TableReader:
     """Name and type of every column, partition columns included."""
     _files: Sequence[InputFile] = ()
 
-    lacking: Mapping[str, Sequence[str]] = MappingProxyType({})
+    lacking: Mapping[str, Sequence[str]] = {}
     """Columns that some files lack, by file; they are missing in its rows."""
 
     def check_drift(self, columns: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Counts missing and odd cells, by column, while preparation counts the ids of training rows.
 
 An odd cell is not of its column's kind, such as a word among numbers; it is missing, and a row without a readable time
-is left out. `ColumnsSource` finds them; here they are added up over chunks and ranks, held against the share that the
+is left out. `ColumnsSource` finds them; here they are added up, held against the share that the
 schema allows, and put into words and into dataset.json.
 """
 
