@@ -518,6 +518,11 @@ void bind_split_sgd(std::vector<Floats> weights, std::vector<LowHalves> low, std
     split_sgd(weights[k].data(), halves[k], grads[k].data(), size(weights[k]), rate, decay, num_threads);
 }
 
+void bind_flush_denormals(const std::vector<Floats>& weights, int num_threads) {
+  nb::gil_scoped_release release;
+  for (const Floats& own : weights) flush_denormals(own.data(), size(own), num_threads);
+}
+
 void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, int64_t column, Matrix<float> out, float bound,
                        int64_t zero_rows, int num_threads) {
   require(first_row >= 0 && step >= 1, "negative row, or rows that do not rise");
@@ -623,6 +628,7 @@ NB_MODULE(_native, m) {
   m.def("are_upper_halves", bind_are_upper_halves);
   m.def("split_halves", bind_split_halves);
   m.def("split_sgd", bind_split_sgd);
+  m.def("flush_denormals", bind_flush_denormals);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("fill_uniform_rows", bind_fill_uniform_rows);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);

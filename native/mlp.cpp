@@ -74,7 +74,7 @@ void output_backward(const Layer& layer, int64_t num_samples, const float* x, co
   const int64_t num_tasks = (num_samples + kSamplesPerSum - 1) / kSamplesPerSum;
   const int64_t stride = round_up(num_inputs, kFloatsPerLine);
   const KeptPages sums = floats(num_tasks * stride);
-  parallel_for(num_tasks, num_threads, [&](int64_t task, int) {
+  parallel_for<Denormals::flushed>(num_tasks, num_threads, [&](int64_t task, int) {
     const int64_t first = task * kSamplesPerSum, last = std::min(num_samples, first + kSamplesPerSum);
     float* own = sums.floats() + task * stride;
     std::fill(own, own + num_inputs, 0.0f);
@@ -140,7 +140,7 @@ void weights_backward(const std::vector<Passage>& passages, int64_t num_samples,
   const std::vector<Range> tasks = divide_outputs(layers, num_threads);
   const int64_t most_rows = longest(tasks);
   const KeptPages tiles = floats(num_threads * most_rows * kMostDepth);
-  parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
+  parallel_for<Denormals::flushed>(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
     const auto [passage, first, last] = tasks[static_cast<size_t>(index)];
     weight_backward(passages[passage], num_samples, first, last, tiles.floats() + worker * most_rows * kMostDepth);
   });
@@ -150,6 +150,7 @@ void weights_backward(const std::vector<Passage>& passages, int64_t num_samples,
 
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
          int64_t num_samples, const std::vector<float*>& outputs, int num_threads, PackedWeights* packed) {
+  const DenormalMode mode(Denormals::flushed);
   num_threads = team_of(layers, num_samples, num_threads);
   std::vector<View> weights;  // empty for a layer of one output, which needs none
   for (const Layer& layer : layers)
@@ -190,6 +191,7 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
                   int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
                   PackedWeights* packed) {
+  const DenormalMode mode(Denormals::flushed);
   num_threads = team_of(layers, num_samples, num_threads);
   std::vector<Passage> chain, all;
   const auto pass_chain = [&] {

@@ -96,8 +96,9 @@ template <class Task>
 void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
   const int64_t most = round_up(std::max<int64_t>(1, num_samples / (2 * num_threads)), kTileRows);
   const int64_t length = std::min(kMostSamples, most);
-  parallel_for((num_samples + length - 1) / length, num_threads,
-               [&](int64_t index, int) { task(index * length, std::min(num_samples, (index + 1) * length)); });
+  parallel_for<Denormals::flushed>((num_samples + length - 1) / length, num_threads, [&](int64_t index, int) {
+    task(index * length, std::min(num_samples, (index + 1) * length));
+  });
 }
 
 // How many threads the products of all layers get.

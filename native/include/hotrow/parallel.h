@@ -1,5 +1,6 @@
 // Calls task(index, worker) once for every index in [0, num_tasks), worker in [0, num_threads). Any free thread takes
-// the next index, in rising order, so results must not depend on which thread runs a task. Tasks must not throw.
+// the next index, in rising order, so results must not depend on which thread runs a task. Tasks must not throw. kMode:
+// what every thread does with denormals meanwhile.
 //
 // Uses OpenMP if the build has it (torch's own pool: its libgomp is already loaded), else std::thread. Always asks for
 // num_threads: libgomp ends and restarts threads whenever the size of the team changes.
@@ -7,6 +8,8 @@
 // In a forked child, everything runs on the calling thread: fork copies only that thread, and libgomp would wait for
 // ever for the other threads of a team that it still believes in. No result depends on it.
 #pragma once
+
+#include <hotrow/denormals.h>
 
 #include <atomic>
 #include <cstdint>
@@ -36,18 +39,24 @@ inline int64_t work_of_products(int64_t multiply_adds) { return multiply_adds / 
 // How many threads a region gets: all or one, because libgomp restarts threads if the size of a team changes.
 inline int team(int64_t work, int num_threads) { return work < least_work.load() ? 1 : num_threads; }
 
-template <class Task>
+template <Denormals kMode = Denormals::kept, class Task>
 void parallel_for(int64_t num_tasks, int num_threads, const Task& task) {
   if (num_threads <= 1 || num_tasks <= 1 || in_forked_child()) {
+    const DenormalMode mode(kMode);
     for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
     return;
   }
 #ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-  for (int64_t i = 0; i < num_tasks; ++i) task(i, omp_get_thread_num());
+#pragma omp parallel num_threads(num_threads)
+  {
+    const DenormalMode mode(kMode);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, omp_get_thread_num());
+  }
 #else
   std::atomic<int64_t> next{0};
   const auto run = [&](int worker) {
+    const DenormalMode mode(kMode);
     for (int64_t i = next++; i < num_tasks; i = next++) task(i, worker);
   };
   std::vector<std::thread> threads;

@@ -11,6 +11,7 @@ import copy
 import torch
 from torch import Tensor
 
+from hotrow.kernels import ops
 from hotrow.models.layers import Network
 
 
@@ -34,6 +35,7 @@ class Mean:
         moves = torch._foreach_sub(self._weights, self._means)
         torch._foreach_mul_(moves, 1 - min(self._decay, (1 + step) / (10 + step)))
         torch._foreach_add_(self._means, moves)
+        ops.flush_denormals(self._means)
 
     def restart(self) -> None:
         """Begins with the weights of now, as if there had been no step."""
