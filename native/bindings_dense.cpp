@@ -72,7 +72,7 @@ std::vector<const float*> biases_of(const std::vector<Layer>& layers, const Matr
 }
 
 void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<Matrix<float>> outputs,
-              int num_threads, PackedWeights* packed) {
+              int num_threads, std::optional<PackedWeights*> packed) {
   const std::vector<Layer> layers = layers_of(x, weights);
   const std::vector<const float*> bias = biases_of(layers, biases);
   require(outputs.size() == layers.size(), "an output for each layer");
@@ -83,13 +83,13 @@ void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, 
     out.push_back(outputs[k].data());
   }
   nb::gil_scoped_release release;
-  mlp(layers, bias, last_relu, x.data(), extent(x, 0), out, num_threads, packed);
+  mlp(layers, bias, last_relu, x.data(), extent(x, 0), out, num_threads, packed.value_or(nullptr));
 }
 
 // inputs[0] is x, the others outputs of `mlp`; the first of grad_inputs may be None.
 void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std::vector<Matrix<float>> grad_weights,
                        std::vector<Floats> grad_biases, std::vector<std::optional<Matrix<float>>> grad_inputs,
-                       int num_threads, PackedWeights* packed) {
+                       int num_threads, std::optional<PackedWeights*> packed) {
   require(inputs.size() == weights.size() && !inputs.empty(), "an input for each weight");
   const std::vector<Layer> layers = layers_of(inputs[0], weights);
   require(grad_weights.size() == layers.size() && grad_biases.size() == layers.size() &&
@@ -109,7 +109,7 @@ void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std:
         {grad_weights[k].data(), grad_biases[k].data(), grad_inputs[k] ? grad_inputs[k]->data() : nullptr});
   }
   nb::gil_scoped_release release;
-  mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads, packed);
+  mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads, packed.value_or(nullptr));
 }
 
 std::vector<Pair*> pairs_of(const std::vector<Layer>& layers, int64_t num_samples,
@@ -126,20 +126,21 @@ std::vector<Pair*> pairs_of(const std::vector<Layer>& layers, int64_t num_sample
 }
 
 void bind_mlp_bf16(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<PairMatrix> inputs,
-                   Matrix<float> out, int num_threads, PackedWeights* packed) {
+                   Matrix<float> out, int num_threads, std::optional<PackedWeights*> packed) {
   require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
   const std::vector<Layer> layers = layers_of(x, weights);
   const std::vector<const float*> bias = biases_of(layers, biases);
   const std::vector<Pair*> in = pairs_of(layers, extent(x, 0), inputs);
   require(extent(out, 0) == extent(x, 0) && extent(out, 1) == layers.back().num_outputs, "out must be [B, O]");
   nb::gil_scoped_release release;
-  mlp_bf16(layers, bias, last_relu, x.data(), extent(x, 0), in, out.data(), num_threads, packed);
+  mlp_bf16(layers, bias, last_relu, x.data(), extent(x, 0), in, out.data(), num_threads, packed.value_or(nullptr));
 }
 
 // inputs: what `mlp_bf16` wrote; grad_x may be None.
 void bind_mlp_bf16_backward(ConstFloats grad, std::vector<PairMatrix> inputs, Matrices weights,
                             std::vector<Matrix<float>> grad_weights, std::vector<Floats> grad_biases,
-                            std::optional<Matrix<float>> grad_x, int num_threads, PackedWeights* packed) {
+                            std::optional<Matrix<float>> grad_x, int num_threads,
+                            std::optional<PackedWeights*> packed) {
   require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
   require(!weights.empty() && weights[0].ndim() == 2 && grad.ndim() == 2, "weights must be [O, I], and grad [B, O]");
   const std::vector<Layer> layers = layers_of(extent(weights[0], 1), weights);
@@ -156,23 +157,19 @@ void bind_mlp_bf16_backward(ConstFloats grad, std::vector<PairMatrix> inputs, Ma
     gradients.push_back({grad_weights[k].data(), grad_biases[k].data(), grad_x && k == 0 ? grad_x->data() : nullptr});
   }
   nb::gil_scoped_release release;
-  mlp_bf16_backward(layers, {in.begin(), in.end()}, grad.data(), num_samples, gradients, num_threads, packed);
+  mlp_bf16_backward(layers, {in.begin(), in.end()}, grad.data(), num_samples, gradients, num_threads,
+                    packed.value_or(nullptr));
 }
 
 }  // namespace
 
 void bind_dense(nb::module_& m) {
-  m.def("interact", bind_interact);
-  m.def("interact_backward", bind_interact_backward);
+  define(m, "interact", bind_interact);
+  define(m, "interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
-  // `packed` is the last argument of all four, and may be left out.
-  m.def("mlp", bind_mlp, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg("packed") = nb::none());
-  m.def("mlp_backward", bind_mlp_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg("packed") = nb::none());
-  m.def("mlp_bf16", bind_mlp_bf16, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg("packed") = nb::none());
-  m.def("mlp_bf16_backward", bind_mlp_bf16_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg(), nb::arg("packed") = nb::none());
+  define(m, "mlp", bind_mlp);
+  define(m, "mlp_backward", bind_mlp_backward);
+  define(m, "mlp_bf16", bind_mlp_bf16);
+  define(m, "mlp_bf16_backward", bind_mlp_bf16_backward);
 }

@@ -813,11 +813,11 @@ class _MLP(torch.autograd.Function):
         weights, biases = parameters[::2], parameters[1::2]
         x, num_layers = x.detach().contiguous(), len(weights) // _num_members(x)
         outputs = [empty(*x.shape[:-1], bias.shape[0]) for bias in biases[:num_layers]]
-        ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
+        ctx.packed = None if (packed := _packed.get()) is None else packed.keep(weights)
         for k, (own_x, *own) in enumerate(zip(*map(_members, (x, *outputs)), strict=True)):
             layers = slice(k * num_layers, (k + 1) * num_layers)
             views = *_views(own_x), _views(*weights[layers]), _views(*biases[layers]), last == "relu", _views(*own)
-            _native().mlp(*views, torch.get_num_threads(), *ctx.packed)
+            _native().mlp(*views, torch.get_num_threads(), ctx.packed)
         ctx.save_for_backward(x, *outputs, *weights)
         ctx.last, ctx.num_layers = last, num_layers
         return outputs[-1]
@@ -835,7 +835,7 @@ class _MLP(torch.autograd.Function):
             layers = slice(k * ctx.num_layers, (k + 1) * ctx.num_layers)
             parts = own[: len(inputs)], weights[layers], grad_weights[layers], grad_biases[layers], own[len(inputs) :]
             views = *_views(own_grad), *(_views(*part) for part in parts)
-            _native().mlp_backward(*views, torch.get_num_threads(), *ctx.packed)
+            _native().mlp_backward(*views, torch.get_num_threads(), ctx.packed)
         return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 
@@ -858,9 +858,9 @@ class _BFloat16MLP(torch.autograd.Function):
         rows = -(-len(x_BI) // TILE_ROWS) * TILE_ROWS
         inputs = [empty(rows, -(-w.shape[1] // 2)).view(torch.int32) for w in weights]
         out_BO = empty(len(x_BI), len(biases[-1]))
-        ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
+        ctx.packed = None if (packed := _packed.get()) is None else packed.keep(weights)
         views = _views(x_BI)[0], _views(*weights), _views(*biases), last == "relu", _views(*inputs), *_views(out_BO)
-        _native().mlp_bf16(*views, torch.get_num_threads(), *ctx.packed)
+        _native().mlp_bf16(*views, torch.get_num_threads(), ctx.packed)
         ctx.save_for_backward(out_BO, *inputs, *weights)
         ctx.last = last
         return out_BO
@@ -874,7 +874,7 @@ class _BFloat16MLP(torch.autograd.Function):
         grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
         grad_x = empty(len(grad), weights[0].shape[1]) if ctx.needs_input_grad[0] else None
         views = *_views(grad), *(_views(*group) for group in (inputs, weights, grad_weights, grad_biases))
-        _native().mlp_bf16_backward(*views, *_views(grad_x), torch.get_num_threads(), *ctx.packed)
+        _native().mlp_bf16_backward(*views, *_views(grad_x), torch.get_num_threads(), ctx.packed)
         return grad_x, None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 
