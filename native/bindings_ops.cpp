@@ -30,7 +30,6 @@ void bind_cells(nb::module_& m);
 void bind_dense(nb::module_& m);
 void bind_memory(nb::module_& m);
 void bind_cache(nb::module_& m);
-void bind_reuse(nb::module_& m);
 
 namespace {
 
@@ -637,7 +636,6 @@ NB_MODULE(_native, m) {
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);
   define(m, "take", bind_take);
   define(m, "touch_rows", bind_touch_rows);
-  m.def("multiply_adds_per_s", multiply_adds_per_s, nb::call_guard<nb::gil_scoped_release>());
   m.def("isas", isas);
   m.def("num_runnable", num_runnable);
   m.def("in_forked_child", in_forked_child);
@@ -647,7 +645,6 @@ NB_MODULE(_native, m) {
     use_kernels(index);
   });
   bind_dense(m);
-  bind_reuse(m);
   bind_encode(m);
   bind_cells(m);
   bind_memory(m);

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reuse_truth
+from benchmarks import compiled
 from benchmarks.locality.reuse import MissRatioCurve, ReuseProfile, is_sampled
 from hotrow.kernels import ops
 
@@ -105,7 +106,7 @@ def test_against_a_cache_that_is_run(alpha: float, dtype: type) -> None:
 
 
 def test_against_a_stack_that_is_a_list() -> None:
-    native = pytest.importorskip("hotrow._native")
+    native = compiled.native()
     for threshold, once, num_rows in ((2**64 - 1, False, 40), (2**64 - 1, True, 900), (2**62, True, 5000)):
         pair = [module.StackDistances(threshold, 7) for module in (native, reuse_truth)]
         generator = np.random.default_rng(num_rows)

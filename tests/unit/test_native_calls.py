@@ -1,13 +1,11 @@
-"""The native module under callers' mistakes and without memory: an error that Python sees, never a lost output or the end
-of the process."""
+"""The native module under callers' mistakes and without memory: an error that Python sees, never a lost output or the
+end of the process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,31 +26,17 @@ def test_outputs_that_would_be_copied_are_refused() -> None:
     def strided(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
 
-    weights, biases = [torch.ones(3, 4)], [torch.ones(3)]
     calls = {
         "fill_uniform": (7, 0, 1, 0, strided(4, 8), 1.0, 0, 1),
         "fill_uniform_rows": (7, torch.arange(4), strided(4, 8), 1.0, 0, 1),
         "split_halves": (torch.ones(4), strided(4, dtype=torch.int16), 1),
         "split_sgd": ([torch.ones(4)], [strided(4, dtype=torch.int16)], [torch.ones(4)], 0.1, 0.0, 1),
         "flush_denormals": ([strided(4)], 1),
-        "mlp": (torch.ones(2, 4), weights, biases, False, [strided(2, 3)], 1, None),
-        "mlp_backward": (
-            torch.ones(2, 3),
-            [torch.ones(2, 4)],
-            weights,
-            [strided(3, 4)],
-            [torch.zeros(3)],
-            [torch.zeros(2, 4)],
-            1,
-            None,
-        ),
         "interact": (torch.ones(2, 4), torch.ones(2, 1, 4), strided(2, 5), 1),
     }
     for name, arguments in calls.items():
         with pytest.raises(TypeError, match="incompatible function arguments"):
             getattr(native, name)(*arguments)
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        native.mlp(torch.ones(2, 4), weights, biases, False, [torch.zeros(2, 3, dtype=torch.float64)], 1, None)
 
 
 def test_rows_without_columns_are_no_division_by_zero() -> None:
