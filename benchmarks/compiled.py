@@ -1,34 +1,45 @@
-"""C++ beside a benchmark, compiled on demand with the system's compiler (CXX, or c++) for this processor."""
+"""The native code that only benchmarks use (benchmarks/native), compiled for this machine at its first use."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import importlib.util
 import os
-import shutil
 import subprocess
-import tempfile
+import sysconfig
 from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401  # its OpenMP comes first: both then share one pool of threads
+
+ROOT = Path(__file__).parents[1]
 
 
 @functools.cache
-def compiled(source: str, *more_flags: str) -> ctypes.CDLL:
-    """The file `source` of this folder as a library. Raises ValueError with the reason where it cannot be compiled."""
-    with tempfile.TemporaryDirectory(prefix="hotrow-compiled-") as folder:
-        return ctypes.CDLL(str(compile_into(Path(folder), source, *more_flags)))
+def native() -> Any:
+    """Returns the module. Raises ValueError, with the cure, if it cannot be compiled."""
+    target = ROOT / "build" / f"_yardsticks{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = [*(ROOT / "benchmarks/native").iterdir(), *(ROOT / "native").glob("*.h")]
+    if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        _compile(target, [source for source in sources if source.suffix == ".cpp"])
+    spec = importlib.util.spec_from_file_location("_yardsticks", target)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def compile_into(folder: Path, source: str, *more_flags: str) -> Path:
-    """The same as a file in `folder`."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if not compiler:
-        raise ValueError("no C++ compiler is on the path: set CXX")
-    library = folder / "library.so"
-    flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", *more_flags]
-    path = Path(__file__).parent / source
-    done = subprocess.run(
-        [compiler, *flags, str(path), "-o", str(library)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ValueError(f"{compiler} does not compile {source}: {done.stderr.strip().splitlines()[-1]}")
-    return library
+def _compile(target: Path, sources: list[Path]) -> None:
+    try:
+        import nanobind
+    except ImportError as error:
+        raise ValueError("benchmarks/native needs nanobind to compile: pip install nanobind") from error
+    nb = Path(nanobind.__file__).parent
+    headers = [sysconfig.get_path("include"), nb / "include", nb / "ext/robin_map/include", ROOT / "native/include"]
+    target.parent.mkdir(exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}")
+    flags = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi"]
+    includes = [f"-I{path}" for path in (*headers, ROOT / "native")]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, *includes, *sources, nb / "src/nb_combined.cpp", "-o", partial], check=True)
+    partial.replace(target)
