@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bench import Cell, Contender, sequential_limit_s, timed
+from benchmarks.compiled import native
 from hotrow.kernels import ops
 
 
@@ -175,9 +176,7 @@ def products_flops_per_s(threads: int) -> float:
     Usually the latter. torch.mm alone is not a limit: MKL runs slow code on processors of other makers than Intel.
     """
     bare = (
-        max(float(ops.native_module().multiply_adds_per_s(threads)) for _ in range(100))
-        if ops.backend().name == "native"
-        else 0.0
+        max(float(native().multiply_adds_per_s(threads)) for _ in range(100)) if ops.backend().name == "native" else 0.0
     )
     return max(bare, matmul_flops_per_s())
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from benchmarks.locality.reuse import native
+from benchmarks.compiled import native
 from hotrow.data.packed.format import Ids, Ragged, slice_ids
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
@@ -35,7 +35,7 @@ SLOTS_PER_ROW = 4
 HALVING = 8
 """Accesses for each slot between two halvings: long enough to tell rows apart, short beside an epoch."""
 BUCKET, SCORE_BITS = 4, 24
-"""Slots of a bucket, bits of a score (native/include/hotrow/sketch.h)."""
+"""Slots of a bucket, bits of a score (benchmarks/native/sketch.h)."""
 BATCH_SIZE = 2048
 """Samples shown to the tracker together."""
 

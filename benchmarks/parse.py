@@ -209,7 +209,7 @@ def write_json(path: Path, num_rows: int, *, lists: bool) -> None:
 
 def read_json(path: Path) -> pa.Table:
     reader = open_table(path, CsvSpec())
-    return pa.Table.from_batches([rows.batch for rows in reader.read(0, reader.schema.names, ROWS_PER_CHUNK)])
+    return pa.Table.from_batches([rows.batch for rows in reader.read(0, 0, reader.schema.names, ROWS_PER_CHUNK)])
 
 
 def check_json(path: Path) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.synthetic_config import SyntheticConfig, SyntheticTable
-from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, SkippedRows, SourceInfo
+from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
 from hotrow.data.native import mix64
 from hotrow.data.sources.clicks import draw_ranks
 from hotrow.data.sources.registry import OpenedSource
@@ -297,7 +297,7 @@ class _CellRows(NamedTuple):
 class SyntheticSource:
     """The rows of `config` as a `Source` for preparation; keys are uint32.
 
-    Rows are made on demand, so chunks of any size hold the same rows.
+    Rows are made on demand, so `chunks` can start anywhere at no cost, and chunks of any size hold the same rows.
     """
 
     skip_bad_rows = 0
@@ -322,10 +322,12 @@ class SyntheticSource:
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
 
-    def chunks(self, file: int | None = None, *, rows_per_chunk: int = 65_536) -> Generator[Chunk, None, None]:
-        """Yields the rows in chunks; only the last may have fewer rows."""
+    def chunks(
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65_536
+    ) -> Generator[Chunk, None, None]:
+        """Yields the rows from `start.offset` on in chunks; only the last may have fewer rows."""
         end = self.config.num_rows
-        for row in range(0, end, rows_per_chunk):
+        for row in range(start.offset if start else 0, end, rows_per_chunk):
             yield self._chunk(row, min(row + rows_per_chunk, end))
 
     def _times(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -353,6 +355,7 @@ class SyntheticSource:
             label=np.concatenate([rows.label[span] for rows, span in pieces]),
             dense=np.concatenate([rows.dense[span] for rows, span in pieces]),
             keys=keys,
+            position=Position(offset=stop),
             time=np.concatenate([rows.time[span] for rows, span in pieces]),
         )
 

@@ -295,7 +295,7 @@ Occurrences occurrences_of(const TablePlan& plan, int64_t first, int64_t last) {
 // How many floats of sums are made before they are applied: between the two they stay in L2.
 constexpr int64_t kSummedFloats = 1 << 15;
 
-int64_t rows_at_once(int64_t dim) { return std::max<int64_t>(1, kSummedFloats / dim); }
+int64_t rows_at_once(int64_t dim) { return std::max<int64_t>(1, kSummedFloats / std::max<int64_t>(1, dim)); }
 
 // Sums the keys [first, last) by row and applies the sums, some rows at a time; `room` holds their sums and a stack.
 // Where the rows are sorted there are as many spare keys, for one key per row.

@@ -6,6 +6,9 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <optional>
+#include <type_traits>
+#include <vector>
 
 namespace nb = nanobind;
 
@@ -24,6 +27,31 @@ using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
 inline void require(bool good, const char* message) {
   if (!good) throw nb::value_error(message);
+}
+
+template <class T>
+struct IsOutput : std::false_type {};
+template <class T, class... Rest>
+struct IsOutput<nb::ndarray<T, Rest...>> : std::bool_constant<!std::is_const_v<T> && !std::is_same_v<T, nb::ro>> {};
+template <class T>
+struct IsOutput<std::vector<T>> : IsOutput<T> {};
+template <class T>
+struct IsOutput<std::optional<T>> : IsOutput<T> {};
+
+template <class T>
+auto argument() {
+  if constexpr (IsOutput<T>::value) {
+    return nb::arg().noconvert();
+  } else {
+    return nb::arg();
+  }
+}
+
+// Defines a function. Of an array of another type or layout nanobind makes a copy, in which an output would be lost:
+// such outputs are refused.
+template <class Result, class... Args>
+void define(nb::module_& m, const char* name, Result (*function)(Args...)) {
+  m.def(name, function, argument<std::remove_cvref_t<Args>>()...);
 }
 
 inline int64_t size(const auto& array) { return static_cast<int64_t>(array.size()); }

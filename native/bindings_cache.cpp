@@ -38,7 +38,8 @@ bool is_wide(const Ids& ids) {
 
 class Caches;
 
-// A batch on its way: its rows are pinned until it is released. Its memory is the tables', so it keeps them alive.
+// A batch on its way: its rows are pinned until it is released. Any thread may wait for it and release it. Its memory
+// is the tables', so it keeps them alive.
 class Flight {
  public:
   Flight(std::shared_ptr<Caches> caches, size_t num_tables)
@@ -51,15 +52,21 @@ class Flight {
   // Sleeps until every row lies in its slot, those among them that batches before it brought; false when a store
   // failed.
   bool wait() {
-    for (const auto& earlier : earlier_) good_ = earlier->wait() && good_;
-    earlier_.clear();
-    good_ = ticket_->wait() && good_;
-    return good_;
+    const std::lock_guard lock(mutex_);
+    return wait_locked();
   }
   void release(bool dirty, int num_threads);
 
  private:
   friend class Caches;
+  bool wait_locked() {
+    for (const auto& earlier : earlier_) good_ = earlier->wait() && good_;
+    earlier_.clear();
+    good_ = ticket_->wait() && good_;
+    return good_;
+  }
+
+  std::mutex mutex_;  // of all that follows, once a batch is admitted
   std::shared_ptr<Caches> caches_;
   std::vector<Pins> pins_;
   std::vector<Span> spans_;
@@ -95,11 +102,17 @@ class Caches : public std::enable_shared_from_this<Caches> {
     Slots slots = slots_of(arrays, num_rows);
     require(store->record_bytes() == slots.record_bytes(), "the arrays' parts together are not as long as a record");
     require(store->num_rows() >= num_rows, "the store has fewer rows than the table");
+    std::unique_lock lock(mutex_, std::defer_lock);
+    std::unique_ptr<RowCache> cache;
+    {
+      nb::gil_scoped_release release;
+      cache =
+          std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, std::move(slots));
+      lock.lock();
+    }
     arrays_.push_back(std::move(arrays));
-    stores_.push_back(store);
-    nb::gil_scoped_release release;
-    caches_.push_back(std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first),
-                                                 std::move(store), std::move(slots)));
+    stores_.push_back(std::move(store));
+    caches_.push_back(std::move(cache));
   }
 
   // Lets the table begin with saved rows (saved_store.h). Returns the store that it has from then on, or none if a row
@@ -227,7 +240,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return good;
   }
 
-  std::string failure() const {
+  std::string failure() {
+    const std::lock_guard lock(mutex_);
     for (const auto& store : stores_) {
       if (store->failure()) return store->failure()->what;
     }
@@ -236,8 +250,14 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   nb::dict counters(size_t table) {
     require(table < caches_.size(), "no such table");
-    const std::lock_guard lock(mutex_);
-    const CacheCounters c = caches_[table]->counters();
+    CacheCounters c;
+    int64_t num_bytes, map_bytes;
+    {
+      nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      const RowCache& cache = *caches_[table];
+      c = cache.counters(), num_bytes = cache.num_bytes(), map_bytes = cache.map_bytes();
+    }
     nb::dict d;
     d["lookups"] = c.lookups;
     d["pinned_lookups"] = c.pinned_lookups;
@@ -249,8 +269,8 @@ class Caches : public std::enable_shared_from_this<Caches> {
     d["evicted_rows"] = c.evicted_rows;
     d["written_rows"] = c.written_rows;
     d["overflow_rows"] = c.overflow_rows;
-    d["num_bytes"] = caches_[table]->num_bytes();
-    d["map_bytes"] = caches_[table]->map_bytes();
+    d["num_bytes"] = num_bytes;
+    d["map_bytes"] = map_bytes;
     return d;
   }
 
@@ -258,7 +278,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
   static Slots slots_of(const std::vector<Memory>& arrays, int64_t num_rows) {
     Slots slots;
     for (const Memory& array : arrays) {
-      require(extent(array, 0) == num_rows, "arrays must have num_rows slots");
+      require(extent(array, 0) == num_rows && num_rows > 0, "arrays must have num_rows slots, one or more");
       slots.parts.push_back({static_cast<std::byte*>(array.data()), static_cast<int64_t>(array.nbytes()) / num_rows});
     }
     return slots;
@@ -346,9 +366,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
 };
 
 void Flight::release(bool dirty, int num_threads) {
-  if (std::exchange(released_, true)) return;
   if (getpid() != caches_->process_) return;  // a forked child: what would finish the reads is not in it
-  wait();                                     // a slot may be handed on only when nothing is on its way into it
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(released_, true)) return;
+  wait_locked();  // a slot may be handed on only when nothing is on its way into it
   caches_->release(*this, dirty, num_threads);
 }
 
@@ -420,7 +441,7 @@ void bind_cache(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Caches>(m, "Caches")
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
-      .def("add", &Caches::add)
+      .def("add", &Caches::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
       .def("begin_with", &Caches::begin_with)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)
@@ -428,7 +449,7 @@ void bind_cache(nb::module_& m) {
       .def("changed_rows", &Caches::changed_rows)
       .def("clear_changed", &Caches::clear_changed, nb::call_guard<nb::gil_scoped_release>())
       .def("write_back", &Caches::write_back, nb::call_guard<nb::gil_scoped_release>())
-      .def("failure", &Caches::failure)
+      .def("failure", &Caches::failure, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Caches::counters)
       .def_rw("last_batch", &Caches::last_batch);  // for tests
   using Named = SlotDirectory::Named;

@@ -1,9 +1,12 @@
 // The dense ops as Python functions; see bindings_ops.cpp for the rules.
 #include <hotrow/dense.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "bindings.h"
@@ -71,45 +74,81 @@ std::vector<const float*> biases_of(const std::vector<Layer>& layers, const Matr
   return found;
 }
 
-void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<Matrix<float>> outputs,
-              int num_threads, PackedWeights* packed) {
-  const std::vector<Layer> layers = layers_of(x, weights);
-  const std::vector<const float*> bias = biases_of(layers, biases);
-  require(outputs.size() == layers.size(), "an output for each layer");
-  std::vector<float*> out;
-  for (size_t k = 0; k < layers.size(); ++k) {
-    require(extent(outputs[k], 0) == extent(x, 0) && extent(outputs[k], 1) == layers[k].num_outputs,
-            "outputs must be [B, O]");
-    out.push_back(outputs[k].data());
+// Several MLPs of the same widths, each on its own samples. kernels/ops.py sees to shapes and types: it takes less time
+// to hand over addresses of float32 tensors, row-major, than arrays.
+using Addresses = std::vector<uintptr_t>;
+
+float* floats_at(uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+struct Members {
+  int64_t count, samples, inputs;
+  std::vector<int64_t> widths;  // of layers
+
+  Members(const std::tuple<int64_t, int64_t, int64_t>& shape, std::vector<int64_t> layers, const Addresses& weights,
+          size_t step)
+      : widths(std::move(layers)) {
+    std::tie(count, samples, inputs) = shape;
+    require(!widths.empty() && weights.size() == step * widths.size() * static_cast<size_t>(count),
+            "addresses for each layer of each member");
   }
+  // Those of member m, whose weights are every `step`th address.
+  std::vector<Layer> layers(int64_t m, const Addresses& weights, size_t step) const {
+    std::vector<Layer> found;
+    for (size_t k = 0; k < widths.size(); ++k)
+      found.push_back({floats_at(weights[step * place(m, k)]), k ? widths[k - 1] : inputs, widths[k]});
+    return found;
+  }
+  size_t place(int64_t m, size_t layer) const { return static_cast<size_t>(m) * widths.size() + layer; }
+  // Where the outputs of a member's hidden layers are, or their gradients: one behind another.
+  std::vector<float*> hidden(float* at) const {
+    std::vector<float*> found;
+    for (size_t k = 0; k + 1 < widths.size(); at += samples * widths[k++]) found.push_back(at);
+    return found;
+  }
+  int64_t hidden_floats() const { return samples * std::accumulate(widths.begin(), widths.end() - 1, int64_t{0}); }
+};
+
+// parameters: weight and bias in turn. hidden: of all members, or 0 if nobody wants it.
+void bind_mlp(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vector<int64_t>& widths,
+              const Addresses& parameters, uintptr_t x, uintptr_t hidden, uintptr_t out, bool last_relu,
+              int num_threads, std::optional<PackedWeights*> packed) {
+  const Members all(shape, widths, parameters, 2);
   nb::gil_scoped_release release;
-  mlp(layers, bias, last_relu, x.data(), extent(x, 0), out, num_threads, packed);
+  const KeptPages own(hidden ? 0 : static_cast<size_t>(all.hidden_floats()) * sizeof(float));
+  for (int64_t m = 0; m < all.count; ++m) {
+    std::vector<const float*> biases;
+    for (size_t k = 0; k < widths.size(); ++k) biases.push_back(floats_at(parameters[2 * all.place(m, k) + 1]));
+    std::vector<float*> outputs = all.hidden(hidden ? floats_at(hidden) + m * all.hidden_floats() : own.floats());
+    outputs.push_back(floats_at(out) + m * all.samples * widths.back());
+    mlp(all.layers(m, parameters, 2), biases, last_relu, floats_at(x) + m * all.samples * all.inputs, all.samples,
+        outputs, num_threads, packed.value_or(nullptr));
+  }
 }
 
-// inputs[0] is x, the others outputs of `mlp`; the first of grad_inputs may be None.
-void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std::vector<Matrix<float>> grad_weights,
-                       std::vector<Floats> grad_biases, std::vector<std::optional<Matrix<float>>> grad_inputs,
-                       int num_threads, PackedWeights* packed) {
-  require(inputs.size() == weights.size() && !inputs.empty(), "an input for each weight");
-  const std::vector<Layer> layers = layers_of(inputs[0], weights);
-  require(grad_weights.size() == layers.size() && grad_biases.size() == layers.size() &&
-              grad_inputs.size() == layers.size(),
-          "gradients for each layer");
-  const int64_t num_samples = extent(inputs[0], 0);
-  require(size(grad) == num_samples * layers.back().num_outputs, "grad must be [B, O]");
-  std::vector<const float*> in;
-  std::vector<LayerGradients> gradients;
-  for (size_t k = 0; k < layers.size(); ++k) {
-    require(size(inputs[k]) == num_samples * layers[k].num_inputs, "inputs must be [B, I]");
-    require(size(grad_weights[k]) == size(weights[k]) && size(grad_biases[k]) == layers[k].num_outputs,
-            "gradients differ from weights");
-    require(grad_inputs[k] ? size(*grad_inputs[k]) == size(inputs[k]) : k == 0, "gradients differ from inputs");
-    in.push_back(inputs[k].data());
-    gradients.push_back(
-        {grad_weights[k].data(), grad_biases[k].data(), grad_inputs[k] ? grad_inputs[k]->data() : nullptr});
-  }
+// gradients: of weight and bias in turn. grad_x: 0 if it is not wanted.
+void bind_mlp_backward(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vector<int64_t>& widths,
+                       const Addresses& weights, uintptr_t x, uintptr_t hidden, uintptr_t grad,
+                       const Addresses& gradients, uintptr_t grad_x, int num_threads,
+                       std::optional<PackedWeights*> packed) {
+  const Members all(shape, widths, weights, 1);
+  require(gradients.size() == 2 * weights.size(), "gradients of each weight and bias");
   nb::gil_scoped_release release;
-  mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads, packed);
+  const KeptPages own(static_cast<size_t>(all.hidden_floats()) * sizeof(float));
+  for (int64_t m = 0; m < all.count; ++m) {
+    const int64_t inputs = m * all.samples * all.inputs;
+    const std::vector<float*> made = all.hidden(floats_at(hidden) + m * all.hidden_floats());
+    std::vector<const float*> in{floats_at(x) + inputs};
+    in.insert(in.end(), made.begin(), made.end());
+    std::vector<float*> of_inputs = all.hidden(own.floats());
+    of_inputs.insert(of_inputs.begin(), grad_x ? floats_at(grad_x) + inputs : nullptr);
+    std::vector<LayerGradients> wanted;
+    for (size_t k = 0; k < widths.size(); ++k) {
+      const size_t at = 2 * all.place(m, k);
+      wanted.push_back({floats_at(gradients[at]), floats_at(gradients[at + 1]), of_inputs[k]});
+    }
+    mlp_backward(all.layers(m, weights, 1), in, floats_at(grad) + m * all.samples * widths.back(), all.samples, wanted,
+                 num_threads, packed.value_or(nullptr));
+  }
 }
 
 std::vector<Pair*> pairs_of(const std::vector<Layer>& layers, int64_t num_samples,
@@ -126,20 +165,21 @@ std::vector<Pair*> pairs_of(const std::vector<Layer>& layers, int64_t num_sample
 }
 
 void bind_mlp_bf16(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<PairMatrix> inputs,
-                   Matrix<float> out, int num_threads, PackedWeights* packed) {
+                   Matrix<float> out, int num_threads, std::optional<PackedWeights*> packed) {
   require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
   const std::vector<Layer> layers = layers_of(x, weights);
   const std::vector<const float*> bias = biases_of(layers, biases);
   const std::vector<Pair*> in = pairs_of(layers, extent(x, 0), inputs);
   require(extent(out, 0) == extent(x, 0) && extent(out, 1) == layers.back().num_outputs, "out must be [B, O]");
   nb::gil_scoped_release release;
-  mlp_bf16(layers, bias, last_relu, x.data(), extent(x, 0), in, out.data(), num_threads, packed);
+  mlp_bf16(layers, bias, last_relu, x.data(), extent(x, 0), in, out.data(), num_threads, packed.value_or(nullptr));
 }
 
 // inputs: what `mlp_bf16` wrote; grad_x may be None.
 void bind_mlp_bf16_backward(ConstFloats grad, std::vector<PairMatrix> inputs, Matrices weights,
                             std::vector<Matrix<float>> grad_weights, std::vector<Floats> grad_biases,
-                            std::optional<Matrix<float>> grad_x, int num_threads, PackedWeights* packed) {
+                            std::optional<Matrix<float>> grad_x, int num_threads,
+                            std::optional<PackedWeights*> packed) {
   require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
   require(!weights.empty() && weights[0].ndim() == 2 && grad.ndim() == 2, "weights must be [O, I], and grad [B, O]");
   const std::vector<Layer> layers = layers_of(extent(weights[0], 1), weights);
@@ -156,23 +196,19 @@ void bind_mlp_bf16_backward(ConstFloats grad, std::vector<PairMatrix> inputs, Ma
     gradients.push_back({grad_weights[k].data(), grad_biases[k].data(), grad_x && k == 0 ? grad_x->data() : nullptr});
   }
   nb::gil_scoped_release release;
-  mlp_bf16_backward(layers, {in.begin(), in.end()}, grad.data(), num_samples, gradients, num_threads, packed);
+  mlp_bf16_backward(layers, {in.begin(), in.end()}, grad.data(), num_samples, gradients, num_threads,
+                    packed.value_or(nullptr));
 }
 
 }  // namespace
 
 void bind_dense(nb::module_& m) {
-  m.def("interact", bind_interact);
-  m.def("interact_backward", bind_interact_backward);
+  define(m, "interact", bind_interact);
+  define(m, "interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
-  // `packed` is the last argument of all four, and may be left out.
-  m.def("mlp", bind_mlp, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg("packed") = nb::none());
-  m.def("mlp_backward", bind_mlp_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg("packed") = nb::none());
-  m.def("mlp_bf16", bind_mlp_bf16, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg("packed") = nb::none());
-  m.def("mlp_bf16_backward", bind_mlp_bf16_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg(), nb::arg("packed") = nb::none());
+  define(m, "mlp", bind_mlp);
+  define(m, "mlp_backward", bind_mlp_backward);
+  define(m, "mlp_bf16", bind_mlp_bf16);
+  define(m, "mlp_bf16_backward", bind_mlp_bf16_backward);
 }

@@ -234,7 +234,7 @@ void bind_memory(nb::module_& m) {
   nb::class_<Engine>(m, "Engine").def("num_bytes", &Engine::num_bytes).def("blocked_ns", [](Engine& engine) {
     return engine.room().blocked_ns();
   });
-  nb::class_<Records>(m, "Records").def(nb::init<std::vector<Memory>>());
+  nb::class_<Records>(m, "Records").def(nb::init<std::vector<Memory>>(), nb::arg().noconvert());
   nb::class_<Reading>(m, "Reading")
       .def("finished", [](const Reading& reading) { return reading.ticket.finished(); })
       .def("wait", &Reading::wait, nb::call_guard<nb::gil_scoped_release>());

@@ -30,7 +30,6 @@ void bind_cells(nb::module_& m);
 void bind_dense(nb::module_& m);
 void bind_memory(nb::module_& m);
 void bind_cache(nb::module_& m);
-void bind_reuse(nb::module_& m);
 
 namespace {
 
@@ -518,6 +517,11 @@ void bind_split_sgd(std::vector<Floats> weights, std::vector<LowHalves> low, std
     split_sgd(weights[k].data(), halves[k], grads[k].data(), size(weights[k]), rate, decay, num_threads);
 }
 
+void bind_flush_denormals(const std::vector<Floats>& weights, int num_threads) {
+  nb::gil_scoped_release release;
+  for (const Floats& own : weights) flush_denormals(own.data(), size(own), num_threads);
+}
+
 void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, int64_t column, Matrix<float> out, float bound,
                        int64_t zero_rows, int num_threads) {
   require(first_row >= 0 && step >= 1, "negative row, or rows that do not rise");
@@ -597,38 +601,41 @@ NB_MODULE(_native, m) {
   m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
   nb::class_<Arrays>(m, "Arrays")
-      .def("__init__", [](Arrays* self, std::vector<Memory> arrays, std::vector<std::optional<LowHalves>> low) {
-        new (self) Arrays{std::move(arrays), std::move(low)};
-      });
+      .def(
+          "__init__",
+          [](Arrays* self, std::vector<Memory> arrays, std::vector<std::optional<LowHalves>> low) {
+            new (self) Arrays{std::move(arrays), std::move(low)};
+          },
+          nb::arg().noconvert(), nb::arg().noconvert());
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<Ids, std::optional<In<int64_t>>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t,
                     std::vector<int64_t>>(),
            nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"), nb::arg("num_bags"),
            nb::arg("parts") = std::vector<int64_t>());
-  m.def("lookup", bind_lookup);
-  m.def("weight_gradient", bind_weight_gradient);
-  m.def("update", bind_update);
-  m.def("sum_rows", bind_sum_rows);
+  define(m, "lookup", bind_lookup);
+  define(m, "weight_gradient", bind_weight_gradient);
+  define(m, "update", bind_update);
+  define(m, "sum_rows", bind_sum_rows);
   nb::class_<Shares>(m, "Shares")
       .def("__init__",
            [](Shares* self, std::vector<int64_t> prefix, std::vector<int64_t> owner, int64_t rank, int64_t num_ranks) {
              new (self) Shares{std::move(prefix), std::move(owner), rank, num_ranks};
            });
-  m.def("distinct_rows", bind_distinct_rows);
-  m.def("pack_sums", bind_pack_sums);
-  m.def("unpack_sums", bind_unpack_sums);
-  m.def("pack_rows", bind_pack_rows);
-  m.def("unpack_rows", bind_unpack_rows);
-  m.def("first_nonfinite", bind_first_nonfinite);
-  m.def("are_upper_halves", bind_are_upper_halves);
-  m.def("split_halves", bind_split_halves);
-  m.def("split_sgd", bind_split_sgd);
-  m.def("fill_uniform", bind_fill_uniform);
-  m.def("fill_uniform_rows", bind_fill_uniform_rows);
+  define(m, "distinct_rows", bind_distinct_rows);
+  define(m, "pack_sums", bind_pack_sums);
+  define(m, "unpack_sums", bind_unpack_sums);
+  define(m, "pack_rows", bind_pack_rows);
+  define(m, "unpack_rows", bind_unpack_rows);
+  define(m, "first_nonfinite", bind_first_nonfinite);
+  define(m, "are_upper_halves", bind_are_upper_halves);
+  define(m, "split_halves", bind_split_halves);
+  define(m, "split_sgd", bind_split_sgd);
+  define(m, "flush_denormals", bind_flush_denormals);
+  define(m, "fill_uniform", bind_fill_uniform);
+  define(m, "fill_uniform_rows", bind_fill_uniform_rows);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);
-  m.def("take", bind_take);
-  m.def("touch_rows", bind_touch_rows);
-  m.def("multiply_adds_per_s", multiply_adds_per_s, nb::call_guard<nb::gil_scoped_release>());
+  define(m, "take", bind_take);
+  define(m, "touch_rows", bind_touch_rows);
   m.def("isas", isas);
   m.def("num_runnable", num_runnable);
   m.def("in_forked_child", in_forked_child);
@@ -638,7 +645,6 @@ NB_MODULE(_native, m) {
     use_kernels(index);
   });
   bind_dense(m);
-  bind_reuse(m);
   bind_encode(m);
   bind_cells(m);
   bind_memory(m);

@@ -14,10 +14,11 @@ void for_all_samples(int64_t num_samples, int64_t num_features, int64_t dim, int
   num_threads = team(work_of_products(num_samples * num_features * num_features * dim), num_threads);
   const int64_t samples_per_task = std::max<int64_t>(16, num_samples / (num_threads * kTasksPerThread));
   std::vector<float> scratch(static_cast<size_t>(scratch_floats * num_threads));
-  parallel_for((num_samples + samples_per_task - 1) / samples_per_task, num_threads, [&](int64_t task, int worker) {
-    const int64_t first = task * samples_per_task;
-    kernel(first, std::min(num_samples, first + samples_per_task), scratch.data() + worker * scratch_floats);
-  });
+  parallel_for<Denormals::flushed>(
+      (num_samples + samples_per_task - 1) / samples_per_task, num_threads, [&](int64_t task, int worker) {
+        const int64_t first = task * samples_per_task;
+        kernel(first, std::min(num_samples, first + samples_per_task), scratch.data() + worker * scratch_floats);
+      });
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ bool for_all_bags(const std::vector<FeatureBags>& features, int num_threads, con
 // Runs piece(begin, end) over rows of `dim` floats, a megabyte at a time.
 template <class Piece>
 void for_pieces_of_rows(int64_t num_rows, int64_t dim, int num_threads, const Piece& piece) {
-  const int64_t step = std::max<int64_t>(1, (1 << 20) / (dim * static_cast<int64_t>(sizeof(float))));
+  if (dim == 0) return;
+  const int64_t step = (1 << 20) / (dim * static_cast<int64_t>(sizeof(float))) + 1;
   parallel_for((num_rows + step - 1) / step, num_threads,
                [&](int64_t task, int) { piece(task * step, std::min(num_rows, (task + 1) * step)); });
 }

@@ -135,9 +135,10 @@ void Engine::run() {
   for (int64_t at = large_bytes; large_frames_.data && (at -= kMostPackedPageBytes) >= 0;) {
     free_large_frames_.push_back(static_cast<std::byte*>(large_frames_.data) + at);
   }
+  ended_.reserve(jobs_.size());
   fewest_free_ = free_large_frames_.size();
   while (take_calls()) {
-    for (Call& call : taken_) handle(std::move(call));
+    for (Call& call : taken_) handle_or_fail(call);
     taken_.clear();
     send();
     // Before it sleeps: tell about room that was freed, or a table that failed, since it last did.
@@ -159,6 +160,22 @@ bool Engine::take_calls() {
   return !ending_;
 }
 
+void Engine::handle_or_fail(Call& call) noexcept {
+  try {
+    handle(std::move(call));
+  } catch (const std::bad_alloc&) {
+    lose(*call.table);
+    call.ticket->fail(std::max<int64_t>(1, static_cast<int64_t>(call.moves.size())));
+  }
+}
+
+// There is no memory for what is to be done with a table's rows.
+void Engine::lose(Table& table) noexcept {
+  table.failure.set(table.file.table, kNoMemory);
+  has_failed_ = true;
+}
+
+// Moves from `call` only once nothing can throw.
 void Engine::handle(Call&& call) {
   Table& table = *call.table;
   switch (call.kind) {
@@ -167,6 +184,7 @@ void Engine::handle(Call&& call) {
     case Call::Kind::write:
       return start_writing(call);
     case Call::Kind::attach:
+      ending_tables_.reserve(++num_tables_);  // to detach must not fail
       table.queue_file = queue_->add_file(table.file.fd);
       return call.ticket->done(1);
     case Call::Kind::flush:
@@ -181,8 +199,11 @@ void Engine::handle(Call&& call) {
 }
 
 void Engine::start_reading(Call&& call) {
+  auto own = std::make_unique<Call>();
+  reading_.emplace_back();
   ++call.table->calls_reading;
-  reading_.push_back(std::make_unique<Call>(std::move(call)));
+  *own = std::move(call);
+  reading_.back() = std::move(own);
 }
 
 void Engine::start_writing(const Call& call) {

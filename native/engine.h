@@ -198,7 +198,9 @@ class Engine {
  private:
   void run();
   bool take_calls();
+  void handle_or_fail(Call& call) noexcept;
   void handle(Call&& call);
+  void lose(Table& table) noexcept;
   void start_reading(Call&& call);
   void start_writing(const Call& call);
   void send();
@@ -207,7 +209,7 @@ class Engine {
   void write_next();
   int64_t most_units(const BlockLayout& layout) const;
   void flush_and_detach();
-  Job& take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes);
+  Job* take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes);
   void give_back(Job& job);
   void finish(Job& job);
   void finish_read(Job& job, bool good);
@@ -215,7 +217,7 @@ class Engine {
   void start_write(Job& job);
   void finish_sync(Job& job, bool good);
   bool is_whole(Table& table);
-  void fail(Job& job);
+  void fail(Job& job) noexcept;
   // The bytes of a row whose write waits or is under way; else null.
   const std::byte* waiting_bytes_of(const Table& table, int64_t row) const;
   void put_last(Dirty* unit);
@@ -247,6 +249,7 @@ class Engine {
   std::vector<Chunk*> left_;                              // of units that no longer wait, until the room is told
   bool has_failed_ = false;                               // a table has, since the room was told
   std::vector<Table*> ending_tables_;                     // tables that flush or leave
+  size_t num_tables_ = 0;                                 // that were ever there
   int64_t writes_in_flight_ = 0;
   std::vector<Io*> ended_;
 };

@@ -5,12 +5,16 @@
 // from it; other reads may run during a write of their sector, because the write leaves their bytes unchanged.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <new>
+#include <thread>
 
 #include "engine.h"
 
 namespace hotrow {
 namespace {
+
+constexpr std::chrono::milliseconds kShortOfResources{1};  // before the system is asked again
 
 const char* cure_of(int error) {
   if (error == ENOSPC || error == EDQUOT) return "free some space on that disk";
@@ -66,7 +70,12 @@ void Engine::read_next(Call& call) {
     if (layout.page_of(next_unit) != page || next_unit >= end_unit || waiting_bytes_of(table, row)) break;
     last_unit = next_unit;
   }
-  Job& job = take_job(Io::Kind::read, table, unit, (last_unit - unit + 1) * layout.unit_bytes);
+  const auto taken = take_job(Io::Kind::read, table, unit, (last_unit - unit + 1) * layout.unit_bytes);
+  if (!taken) {
+    call.next = call.moves.size();
+    return end_moves(call, call.moves.size() - first, false);
+  }
+  Job& job = *taken;
   job.call = &call;
   job.first_move = first;
   job.last_move = call.next;
@@ -105,7 +114,12 @@ void Engine::write_next() {
     whole = whole && next->num_known == layout.unit_rows;
     units[static_cast<size_t>(num_units++)] = next;
   }
-  Job& job = take_job(Io::Kind::read, table, first->unit, num_units * layout.unit_bytes);
+  const auto taken = take_job(Io::Kind::read, table, first->unit, num_units * layout.unit_bytes);
+  if (!taken) {
+    std::for_each(units.begin(), units.begin() + num_units, [&](Dirty* unit) { drop(unit); });
+    return;
+  }
+  Job& job = *taken;
   job.units = units;
   job.num_units = num_units;
   ++writes_in_flight_;
@@ -145,7 +159,7 @@ void Engine::flush_and_detach() {
     }
     if (!table->flushes.empty()) {
       if (free_jobs_.empty()) return false;
-      Job& job = take_job(Io::Kind::sync, *table, 0, 0);
+      Job& job = *take_job(Io::Kind::sync, *table, 0, 0);
       job.flushes.swap(table->flushes);
       queue_->submit(&job);
     }
@@ -157,9 +171,9 @@ void Engine::flush_and_detach() {
   });
 }
 
-Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) {
+// Null if there is no memory for a unit larger than frames; the table has failed then.
+Job* Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) {
   Job& job = *free_jobs_.back();
-  free_jobs_.pop_back();
   job.in_frames = bytes <= kPageBytes;
   if (job.in_frames) {
     job.base = job.frame;
@@ -171,9 +185,12 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
       bump_own(large_bytes_, kMostPackedPageBytes);
     }
   } else {
-    job.base = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}));
+    void* memory = ::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}, std::nothrow);
+    if (!memory) return lose(table), nullptr;
+    job.base = static_cast<std::byte*>(memory);
     bump_own(large_bytes_, bytes);
   }
+  free_jobs_.pop_back();
   static_cast<Io&>(job) = {
       kind, table.file.fd, table.queue_file, job.base, job.in_frames, table.file.layout.offset_of(unit), bytes, 0};
   job.own_bytes = bytes;
@@ -183,7 +200,7 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
   job.num_units = 0;
   job.merging = false;
   ++table.in_flight;
-  return job;
+  return &job;
 }
 
 void Engine::give_back(Job& job) {
@@ -197,21 +214,25 @@ void Engine::give_back(Job& job) {
   free_jobs_.push_back(&job);
 }
 
-// A short result is not an error yet: the rest is requested again, and then comes or gives its error.
+// A short result is not an error yet: the rest is requested again from a whole sector on, and then comes or gives its
+// error.
 void Engine::finish(Job& job) {
   Table& table = *job.table;
   const bool is_write = job.kind == Io::Kind::write;
   if (table.inject_after.load() > 0 && is_write == table.inject_write && table.inject_after.fetch_sub(1) == 1) {
     job.result = -table.inject_error;
   }
+  if (job.result == -EAGAIN) std::this_thread::sleep_for(kShortOfResources);
   if (job.result == -EINTR || job.result == -EAGAIN) return queue_->submit(&job);
   if (job.kind == Io::Kind::sync) return finish_sync(job, job.result == 0);
   if (job.result > 0) bump_own(is_write ? table.counted.written_bytes : table.counted.read_bytes, job.result);
   if (0 < job.result && job.result < job.bytes) {
-    job.data += job.result;
-    job.offset += job.result;
-    job.bytes -= job.result;
-    return queue_->submit(&job);
+    const int64_t whole = job.result & -table.file.layout.sector;
+    job.data += whole;
+    job.offset += whole;
+    job.bytes -= whole;
+    if (whole) return queue_->submit(&job);
+    job.result = 0;
   }
   const bool good = job.result == job.bytes;
   if (!good) fail(job);
@@ -302,7 +323,7 @@ bool Engine::is_whole(Table& table) {
   return false;
 }
 
-void Engine::fail(Job& job) {
+void Engine::fail(Job& job) noexcept try {
   has_failed_ = true;
   const TableFile& file = job.table->file;
   const int error = job.result < 0 ? static_cast<int>(-job.result) : 0;
@@ -318,6 +339,8 @@ void Engine::fail(Job& job) {
           (error ? std::string(std::strerror(error)) : std::string("nothing moved"));
   job.table->failure.set(what + ". Nothing was trained on wrong rows; " + cure_of(error) +
                          ", then resume from the last checkpoint");
+} catch (const std::bad_alloc&) {
+  lose(*job.table);
 }
 
 }  // namespace hotrow

@@ -60,4 +60,14 @@ void split_sgd(float* weights, uint16_t* low, const float* grad, int64_t n, floa
   });
 }
 
+void flush_denormals(float* weights, int64_t n, int num_threads) {
+  constexpr uint32_t kExponent = 0x7f800000u, kSign = 0x80000000u;
+  for_stretches(n, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(weights[i]);
+      weights[i] = std::bit_cast<float>(bits & kExponent ? bits : bits & kSign);
+    }
+  });
+}
+
 }  // namespace hotrow

@@ -1,7 +1,5 @@
-// How fast this machine can touch rows and multiply at all: the yardsticks of the benchmarks. They share the kernels'
-// threads but none of their code, so that a flaw in the kernels cannot lower the limit that they are measured against.
-// Separate threads would share the cores with those of the pool, which spin for milliseconds after their last work.
-#include <hotrow/kernels.h>
+// How fast this machine can touch rows at all: it shares the kernels' threads but none of their code, so that a flaw in
+// the kernels cannot lower the limit that they are measured against.
 #include <hotrow/limit.h>
 #include <hotrow/parallel.h>
 
@@ -83,19 +81,6 @@ double touch_rows(const RowPass& pass, int num_threads) {
   return seconds_of((pass.num_ids + kPiece - 1) / kPiece, num_threads, [&](int64_t piece, int) {
     total += range(pass, piece * kPiece, std::min((piece + 1) * kPiece, pass.num_ids));
   });
-}
-
-double multiply_adds_per_s(int num_threads) {
-  constexpr int64_t kRounds = 1 << 18;  // half a millisecond: short enough to be left alone on a busy machine
-  const auto multiply_adds = kernels().multiply_adds;
-  std::atomic<int64_t> operations{0};
-  std::atomic<bool> used{false};  // so that the sums are made
-  const double seconds = seconds_of(num_threads, num_threads, [&](int64_t task, int) {
-    float sum = 0;
-    operations += multiply_adds(kRounds, static_cast<float>(task), &sum);
-    used = sum > 0;
-  });
-  return static_cast<double>(operations) / seconds;
 }
 
 }  // namespace hotrow

@@ -25,7 +25,8 @@ Product stretch(Product product, int64_t k) {
     product.bias = product.gate = nullptr;
     product.relu = false;
   }
-  product.b += k * (product.b_stride ? product.b_stride : round_up(product.columns, kPanelColumns));
+  product.b +=
+      product.transposed ? k : k * (product.b_stride ? product.b_stride : round_up(product.columns, kPanelColumns));
   product.depth = depth;
   return product;
 }
@@ -38,6 +39,10 @@ void multiply_rows(const Product& product, int64_t first, int64_t last) {
     kernels().multiply(part, first, last);
   }
 }
+
+// Up to so many samples, weights that nobody keeps packed are taken as they lie: forward by multiply's `transposed`,
+// backward as rows. To rearrange them takes as long as to multiply some 20 samples.
+constexpr int64_t kFewForward = kTileRows, kFewBackward = 256;
 
 // ---- forward
 
@@ -74,7 +79,7 @@ void output_backward(const Layer& layer, int64_t num_samples, const float* x, co
   const int64_t num_tasks = (num_samples + kSamplesPerSum - 1) / kSamplesPerSum;
   const int64_t stride = round_up(num_inputs, kFloatsPerLine);
   const KeptPages sums = floats(num_tasks * stride);
-  parallel_for(num_tasks, num_threads, [&](int64_t task, int) {
+  parallel_for<Denormals::flushed>(num_tasks, num_threads, [&](int64_t task, int) {
     const int64_t first = task * kSamplesPerSum, last = std::min(num_samples, first + kSamplesPerSum);
     float* own = sums.floats() + task * stride;
     std::fill(own, own + num_inputs, 0.0f);
@@ -101,18 +106,20 @@ struct Passage {
 // The gradients of the inputs of consecutive layers, the last layer first.
 void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads,
                      PackedWeights* packed) {
+  const bool few = !packed && num_samples <= kFewBackward;
   std::vector<View> weights;
   for (const Passage& p : passages) {
     if (p.gradients.x)
-      weights.push_back({p.layer.weight, p.layer.num_outputs, p.layer.num_inputs, p.layer.num_inputs, 1});
+      weights.push_back({p.layer.weight, few ? 0 : p.layer.num_outputs, p.layer.num_inputs, p.layer.num_inputs, 1});
   }
   const Panels panels(weights, num_threads, packed);
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     for (size_t k = 0; k < weights.size(); ++k) {
       const auto& [layer, x, g, gated, gradients] = passages[k];
-      const Product product{
+      Product product{
           g,     layer.num_outputs,  panels[k], 0, layer.num_outputs, layer.num_inputs, gradients.x, false, nullptr,
           false, gated ? x : nullptr};
+      if (few) product.b = layer.weight, product.b_stride = layer.num_inputs;
       multiply_rows(product, first, last);
     }
   });
@@ -140,7 +147,7 @@ void weights_backward(const std::vector<Passage>& passages, int64_t num_samples,
   const std::vector<Range> tasks = divide_outputs(layers, num_threads);
   const int64_t most_rows = longest(tasks);
   const KeptPages tiles = floats(num_threads * most_rows * kMostDepth);
-  parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
+  parallel_for<Denormals::flushed>(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
     const auto [passage, first, last] = tasks[static_cast<size_t>(index)];
     weight_backward(passages[passage], num_samples, first, last, tiles.floats() + worker * most_rows * kMostDepth);
   });
@@ -150,14 +157,16 @@ void weights_backward(const std::vector<Passage>& passages, int64_t num_samples,
 
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
          int64_t num_samples, const std::vector<float*>& outputs, int num_threads, PackedWeights* packed) {
+  const DenormalMode mode(Denormals::flushed);
   num_threads = team_of(layers, num_samples, num_threads);
+  const bool few = !packed && num_samples <= kFewForward;
   std::vector<View> weights;  // empty for a layer of one output, which needs none
   for (const Layer& layer : layers)
     weights.push_back(
-        {layer.weight, layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
+        {layer.weight, few || layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
   const Panels panels(weights, num_threads, packed);
   const Layer& bottom = layers[0];
-  const int64_t shared = bottom.num_outputs == 1 ? 0 : num_shared(x, num_samples, bottom.num_inputs);
+  const int64_t shared = few || bottom.num_outputs == 1 ? 0 : num_shared(x, num_samples, bottom.num_inputs);
   const KeptPages start = floats(shared ? round_up(bottom.num_outputs, kPanelColumns) : 0);
   if (shared) {  // their sums are formed once, and those of every row go on from there
     std::fill(start.floats() + bottom.num_outputs, start.floats() + round_up(bottom.num_outputs, kPanelColumns), 0.0f);
@@ -178,6 +187,7 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
       }
       Product product{in,    layer.num_inputs, panels[k], 0,      layer.num_inputs, layer.num_outputs, outputs[k],
                       false, biases[k],        relu,      nullptr};
+      if (few) product.b = layer.weight, product.b_stride = layer.num_inputs, product.transposed = true;
       if (k == 0 && shared) {
         product.start = start.floats();
         product.first = shared;
@@ -190,6 +200,7 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
                   int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
                   PackedWeights* packed) {
+  const DenormalMode mode(Denormals::flushed);
   num_threads = team_of(layers, num_samples, num_threads);
   std::vector<Passage> chain, all;
   const auto pass_chain = [&] {

@@ -139,7 +139,7 @@ void mlp_bf16_backward(const std::vector<Layer>& layers, const std::vector<const
   });
   const std::vector<Range> tasks = divide_outputs(layers, num_threads);
   const Scratch scratch(longest(tasks), num_threads);
-  parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
+  parallel_for<Denormals::flushed>(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
     const auto [k, first, last] = tasks[static_cast<size_t>(index)];
     weight_backward(layers[k], inputs[k], grads[k], num_samples, first, last, gradients[k], scratch.tiles(worker),
                     scratch.panel(worker));

@@ -12,6 +12,8 @@
 #include <hotrow/kernels.h>
 #include <hotrow/vec.h>
 
+#include <type_traits>
+
 HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 
 namespace hotrow::HOTROW_ISA {
@@ -19,8 +21,7 @@ namespace {
 
 constexpr int kRows = kLanes == 16 ? 8 : 4;  // of one piece: with kMaxParts vectors of columns it fills the registers
 constexpr int kMaxParts = 3;
-constexpr int64_t kStretches = kRows + 1;  // of a product's depth; during the last, prefetched data arrives
-constexpr int64_t kAheadRows = 16;         // of G while it is packed
+constexpr int64_t kAheadRows = 16;  // of G while it is packed
 constexpr int64_t kPiece = kMaxParts * kLanes;
 static_assert(kTileRows % kRows == 0 && kPanelColumns % kPiece == 0);
 
@@ -50,16 +51,16 @@ struct Panel {
 };
 
 // sum[r][:] += a(r, k) * panel[k][:] for k < depth.
-template <int kParts, class Left>
+template <int kTall, int kParts, class Left>
 [[gnu::always_inline]] inline void add_products(const Left a, const Panel panel, int64_t depth,
-                                                Vec<kLanes> (&sum)[kRows][kParts]) {
+                                                Vec<kLanes> (&sum)[kTall][kParts]) {
   for (int64_t k = 0; k < depth; ++k) {
     const float* at = panel.at + k * panel.stride;
     Vec<kLanes> row[kParts];
 #pragma GCC unroll 3
     for (int p = 0; p < kParts; ++p) row[p] = load<kLanes>(at + p * kLanes);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kTall; ++r) {
       const float element = a(r, k);
 #pragma GCC unroll 3
       for (int p = 0; p < kParts; ++p) sum[r][p] += element * row[p];
@@ -79,6 +80,18 @@ template <class Load, class Store>
   write(c, sum);
 }
 
+// The same for the first `width` lanes.
+inline void finish_some(const Product& product, Vec<kLanes> sum, int64_t row, int64_t column, int64_t width) {
+  const auto bytes = static_cast<size_t>(width) * sizeof(float);
+  const auto read = [&](const float* from) {
+    Vec<kLanes> values{};
+    __builtin_memcpy(&values, from, bytes);
+    return values;
+  };
+  const auto write = [&](float* to, Vec<kLanes> values) { __builtin_memcpy(to, &values, bytes); };
+  finish(product, sum, row, column, read, write);
+}
+
 // What will be read next: `rows` rows of `floats` floats, `stride` from row to row.
 struct Ahead {
   const float* at;
@@ -94,15 +107,15 @@ struct Ahead {
 };
 
 // The sums of one piece.
-template <int kParts, class Left>
+template <int kTall, int kParts, class Left>
 [[gnu::always_inline]] inline void form_sums(const Product& product, const Left whole, const Panel panels,
                                              const Ahead& ahead, int64_t row, int64_t column,
-                                             Vec<kLanes> (&sum)[kRows][kParts]) {
+                                             Vec<kLanes> (&sum)[kTall][kParts]) {
   const Left a = whole.past(product.first);
   const Panel panel = panels.past(product.first);
   const int64_t depth = (product.last ? product.last : product.depth) - product.first;
-  const int64_t stretch = depth / kStretches;
-  for (int64_t r = 0; r < kRows; ++r) {
+  const int64_t stretch = depth / (kTall + 1);
+  for (int64_t r = 0; r < kTall; ++r) {
     const int64_t at = (row + r) * product.columns + column;
 #pragma GCC unroll 3
     for (int p = 0; p < kParts; ++p) {
@@ -112,76 +125,139 @@ template <int kParts, class Left>
     ahead.fetch(r);
     add_products(a.past(r * stretch), panel.past(r * stretch), stretch, sum);
   }
-  add_products(a.past(kRows * stretch), panel.past(kRows * stretch), depth - kRows * stretch, sum);
+  add_products(a.past(kTall * stretch), panel.past(kTall * stretch), depth - kTall * stretch, sum);
 }
 
-// C's rows [row, row + kRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
-template <int kParts, class Left>
+// C's rows [row, row + kTall) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
+template <int kTall, int kParts, class Left>
 void multiply_piece(const Product& product, const Left a, const Panel panel, const Ahead& ahead, int64_t row,
                     int64_t num_rows, int64_t column) {
-  Vec<kLanes> sum[kRows][kParts] = {};
+  Vec<kLanes> sum[kTall][kParts] = {};
   if (product.start) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kTall; ++r) {
 #pragma GCC unroll 3
       for (int p = 0; p < kParts; ++p) sum[r][p] = load<kLanes>(product.start + column + p * kLanes);
     }
   }
   form_sums(product, a, panel, ahead, row, column, sum);
-  if (num_rows >= kRows && column + kParts * kLanes <= product.columns) {
+  if (num_rows >= kTall && column + kParts * kLanes <= product.columns) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kTall; ++r) {
 #pragma GCC unroll 3
       for (int p = 0; p < kParts; ++p)
         finish(product, sum[r][p], row + r, column + p * kLanes, load<kLanes>, store<kLanes>);
     }
     return;
   }
-  Vec<kLanes> edge[kRows][kParts];  // indexed at run time; the sums themselves stay in registers
+  Vec<kLanes> edge[kTall][kParts];  // indexed at run time; the sums themselves stay in registers
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kTall; ++r) {
 #pragma GCC unroll 3
     for (int p = 0; p < kParts; ++p) edge[r][p] = sum[r][p];
   }
-  for (int r = 0; r < at_most(num_rows, kRows); ++r) {
+  for (int r = 0; r < at_most(num_rows, kTall); ++r) {
     for (int p = 0; p < kParts; ++p) {
-      const auto bytes = static_cast<size_t>(at_most(kLanes, product.columns - column - p * kLanes)) * sizeof(float);
-      const auto read = [&](const float* from) {
-        Vec<kLanes> values{};
-        __builtin_memcpy(&values, from, bytes);
-        return values;
-      };
-      const auto write = [&](float* to, Vec<kLanes> values) { __builtin_memcpy(to, &values, bytes); };
-      finish(product, edge[r][p], row + r, column + p * kLanes, read, write);
+      const int64_t at = column + p * kLanes;
+      finish_some(product, edge[r][p], row + r, at, at_most(kLanes, product.columns - at));
     }
   }
 }
 
+// The same for up to kMaxParts vectors of columns.
+template <int kTall, class Left>
+void multiply_columns(const Product& product, const Left a, const Panel panel, const Ahead& ahead, int64_t row,
+                      int64_t num_rows, int64_t column, int64_t width) {
+  switch ((width + kLanes - 1) / kLanes) {
+    case 1:
+      return multiply_piece<kTall, 1>(product, a, panel, ahead, row, num_rows, column);
+    case 2:
+      return multiply_piece<kTall, 2>(product, a, panel, ahead, row, num_rows, column);
+    default:
+      return multiply_piece<kTall, kMaxParts>(product, a, panel, ahead, row, num_rows, column);
+  }
+}
+
+// The same for a tile of rows and a panel of columns. Packed tiles are whole; of a row-major A only `num_rows` are
+// read.
 template <class Left>
 void multiply_tile(const Product& product, const Left a, const Panel whole, Ahead ahead, int64_t row, int64_t num_rows,
                    int64_t column) {
+  constexpr bool kWhole = std::is_same_v<Left, Tile>;
   const int64_t end = at_most(column + kPanelColumns, product.columns);
   for (int64_t at = column; at < end; at += kPiece) {
     const Panel panel = whole.from(at - column);
-    for (int64_t r = 0; r < at_most(num_rows, kTileRows); r += kRows, ahead.rows = 0) {
-      switch ((at_most(kPiece, end - at) + kLanes - 1) / kLanes) {
-        case 1:
-          multiply_piece<1>(product, a.from(r), panel, ahead, row + r, num_rows - r, at);
-          break;
-        case 2:
-          multiply_piece<2>(product, a.from(r), panel, ahead, row + r, num_rows - r, at);
-          break;
-        default:
-          multiply_piece<kMaxParts>(product, a.from(r), panel, ahead, row + r, num_rows - r, at);
+    for (int64_t r = 0; r < at_most(num_rows, kTileRows); ahead.rows = 0) {
+      const int64_t left = num_rows - r;
+      const auto take = [&]<int kTall>() {
+        multiply_columns<kTall>(product, a.from(r), panel, kTall == kRows ? ahead : Ahead{}, row + r, left, at,
+                                at_most(kPiece, end - at));
+        r += kTall;
+      };
+      if (kWhole || left >= kRows) {
+        take.template operator()<kRows>();
+      } else if (left >= 4) {
+        take.template operator()<4>();
+      } else if (left >= 2) {
+        take.template operator()<2>();
+      } else {
+        take.template operator()<1>();
       }
     }
   }
 }
 
-// The last, incomplete tile of rows, as pack_tiles would lay it out.
-inline void pack_last_rows(const RowMajor rows, int64_t num_rows, int64_t depth, float* to) {
-  for (int64_t k = 0; k < depth; ++k) {
-    for (int64_t r = 0; r < kTileRows; ++r) to[k * kTileRows + r] = r < num_rows ? rows(r, k) : 0.0f;
+// to[k][r] = from[r * stride + k] for r < rows, 0 for r from there to kWide.
+template <int kWide>
+inline void transpose(const float* from, int64_t stride, int64_t rows, int64_t depth, float* to) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4, from += 4 * stride) {
+    int64_t k = 0;
+    for (; k + 4 <= depth; k += 4) {
+      float* put = to + k * kWide + r;
+      store_transposed(load<4>(from + k), load<4>(from + stride + k), load<4>(from + 2 * stride + k),
+                       load<4>(from + 3 * stride + k), put, put + kWide, put + 2 * kWide, put + 3 * kWide);
+    }
+    for (; k < depth; ++k) {
+      for (int64_t q = 0; q < 4; ++q) to[k * kWide + r + q] = from[q * stride + k];
+    }
+  }
+  for (; r < kWide; ++r, from += stride) {
+    for (int64_t k = 0; k < depth; ++k) to[k * kWide + r] = r < rows ? from[k] : 0.0f;
+  }
+}
+
+// Up to kTileRows rows by B as it lies in a layer's weight: rows in lanes, each with its sums in the order of all
+// others.
+void multiply_lanes(const Product& product, int64_t row, int64_t num_rows) {
+  constexpr int kColumns = kLanes == 16 ? 16 : 8, kWide = kTileRows;
+  float a[kMostDepth * kWide];
+  transpose<kWide>(product.a + row * product.a_stride, product.a_stride, num_rows, product.depth, a);
+  for (int64_t column = 0; column < product.columns; column += kColumns) {
+    const int64_t width = at_most(kColumns, product.columns - column);
+    const float* at[kColumns];
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) at[c] = product.b + (column + at_most(c, width - 1)) * product.b_stride;
+    Vec<kWide> sum[kColumns] = {};
+    for (int64_t k = 0; k < product.depth; ++k) {
+      const Vec<kWide> elements = load<kWide>(a + k * kWide);
+#pragma GCC unroll 16
+      for (int c = 0; c < kColumns; ++c) sum[c] += at[c][k] * elements;
+    }
+    float sums[kColumns * kWide], rows[kWide * kColumns];
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) store<kWide>(sums + c * kWide, sum[c]);
+    transpose<kColumns>(sums, kWide, kColumns, kWide, rows);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const float* from = rows + r * kColumns;
+      for (int64_t c = 0; c < width; c += kLanes) {
+        if (c + kLanes <= width) {
+          finish(product, load<kLanes>(from + c), row + r, column + c, load<kLanes>, store<kLanes>);
+        } else {
+          finish_some(product, load<kLanes>(from + c), row + r, column + c, width - c);
+        }
+      }
+    }
   }
 }
 
@@ -193,27 +269,6 @@ inline void copy_panel(const float* from, int64_t stride, int64_t depth, int64_t
     } else {
       for (int64_t j = 0; j < kPanelColumns; ++j) to[j] = j < columns ? from[j] : 0.0f;
     }
-  }
-}
-
-// One panel of B each of whose columns is contiguous in memory, `stride` from the next.
-inline void transpose_panel(const float* from, int64_t stride, int64_t depth, int64_t columns, float* to) {
-  int64_t j = 0;
-  for (; j + 4 <= columns; j += 4) {
-    const float* at = from + j * stride;
-    int64_t k = 0;
-    for (; k + 4 <= depth; k += 4) {
-      float* put = to + k * kPanelColumns + j;
-      store_transposed(load<4>(at + k), load<4>(at + stride + k), load<4>(at + 2 * stride + k),
-                       load<4>(at + 3 * stride + k), put, put + kPanelColumns, put + 2 * kPanelColumns,
-                       put + 3 * kPanelColumns);
-    }
-    for (; k < depth; ++k) {
-      for (int64_t q = 0; q < 4; ++q) to[k * kPanelColumns + j + q] = at[q * stride + k];
-    }
-  }
-  for (; j < kPanelColumns; ++j) {
-    for (int64_t k = 0; k < depth; ++k) to[k * kPanelColumns + j] = j < columns ? from[j * stride + k] : 0.0f;
   }
 }
 
@@ -240,7 +295,7 @@ void pack_panels(const float* from, int64_t depth_stride, int64_t column_stride,
     if (column_stride == 1) {
       copy_panel(from + j, depth_stride, depth, width, to);
     } else {
-      transpose_panel(from + j * column_stride, column_stride, depth, width, to);
+      transpose<kPanelColumns>(from + j * column_stride, column_stride, width, depth, to);
     }
   }
 }
@@ -277,7 +332,7 @@ void pack_tiles(const float* from, int64_t stride, int64_t depth, int64_t rows, 
 }
 
 void multiply(const Product& product, int64_t first, int64_t last) {
-  float edge[kMostDepth * kTileRows];
+  if (product.transposed) return multiply_lanes(product, first, last - first);
   float last_panel[kMostDepth * kPanelColumns];
   const int64_t num_tiles = (last - first + kTileRows - 1) / kTileRows;
   for (int64_t column = 0; column < product.columns; column += kPanelColumns) {
@@ -299,12 +354,7 @@ void multiply(const Product& product, int64_t first, int64_t last) {
       const RowMajor rows{product.a + row * product.a_stride, product.a_stride};
       if (column == 0 && num_rows >= 2 * kTileRows)
         ahead = {rows.from(kTileRows).at, product.a_stride, kTileRows, product.depth};
-      if (num_rows >= kTileRows) {
-        multiply_tile(product, rows, panel, ahead, row, num_rows, column);
-      } else {
-        pack_last_rows(rows, num_rows, product.depth, edge);
-        multiply_tile(product, Tile{edge}, panel, ahead, row, num_rows, column);
-      }
+      multiply_tile(product, rows, panel, ahead, row, num_rows, column);
     }
   }
 }

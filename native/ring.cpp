@@ -233,6 +233,8 @@ class Ring final : public IoQueue {
         std::abort();
       } else if (errno == EBUSY || std::atomic_ref(*done_tail_).load(std::memory_order_acquire) != done_head_value_) {
         return;  // ended I/Os must be taken before more are sent
+      } else if (errno == EAGAIN) {
+        usleep(1000);  // the system is short of resources
       }
     }
   }

@@ -1,4 +1,5 @@
 // The map from rows to slots, and which row makes room; contract in hotrow/row_cache.h.
+#include <hotrow/denormals.h>
 #include <hotrow/kernels.h>
 #include <hotrow/memory.h>
 #include <hotrow/row_cache.h>
@@ -113,6 +114,7 @@ int32_t RowCache::overflow_place() {
 
 void RowCache::create(uint32_t row, int64_t slot) {
   const InitialRow& first = initial_;
+  const DenormalMode mode(Denormals::kept);
   kernels().fill_uniform(first.key, first.births.of(row), 1, 1, first.births.column, first.dim, first.bound,
                          first.zero_rows, row_.data());
   const auto at = [&](size_t part) { return slots_.parts[part].base + slot * slots_.parts[part].bytes; };

@@ -57,7 +57,6 @@ ADDRESS = Sanitizer(
         "tests/laws/test_checkpoint_rows.py",
         "tests/laws/test_tiers.py",
         "tests/laws/test_cache_policies.py",
-        "tests/laws/test_reuse.py",
         "tests/unit/test_ops.py",
         "tests/unit/test_batch.py",
         "tests/unit/test_gradients.py",

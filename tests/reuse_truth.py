@@ -1,4 +1,4 @@
-"""What native/{reuse,sketch}.cpp compute, written to be read: a stack, and sets of counters."""
+"""What benchmarks/native/{reuse,sketch}.cpp compute, written to be read: a stack, and sets of counters."""
 
 # ruff: noqa: D102, D103, FBT001, RUF100 - the native module's signatures, documented in its headers
 

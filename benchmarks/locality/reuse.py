@@ -19,13 +19,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.compiled import native
 from benchmarks.locality.traces import RowCounts
 from hotrow.data.reference import fmix64
 from hotrow.inspect.accesses import TableAccesses
-from hotrow.kernels import ops
 
 MAX_GAP = 128
-"""The most batches that `ReuseProfile.overlap` looks back (kGaps of native/include/hotrow/reuse.h)."""
+"""The most batches that `ReuseProfile.overlap` looks back (kGaps of benchmarks/native/reuse.h)."""
 OVERLAP_BATCHES = (1, 10, 100)
 POINTS_PER_OCTAVE = 16
 """Points of a curve in a file, per doubling; neighbouring capacities then differ by at most 4.5 %."""
@@ -92,11 +92,6 @@ class MissRatioCurve:
         if kept[-1] != len(octave) - 1:
             kept = np.append(kept, len(octave) - 1)
         return {"capacity_rows": self.capacities[kept].tolist(), "miss_ratio": self.ratios[kept].tolist()}
-
-
-def native() -> Any:
-    """Returns the native module, which simulates caches. Raises ValueError, with the cure, if there is none."""
-    return ops.native_module("reuse distances and caches need", instead=None)
 
 
 def threshold_of(rate: float) -> int:

@@ -322,16 +322,23 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path) -> None:
     assert any("columns are cut at ','" in line for line in said)
 
 
-def test_a_bad_row_found_late_leaves_nothing(tmp_path: Path) -> None:
+def test_a_bad_row_found_late_leaves_what_can_be_gone_on_from_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, out = tmp_path / "x.csv", tmp_path / "out"
     lines = [f"{i % 2},u{i % 9}" for i in range(3 * pipeline.ROWS_PER_CHUNK)]
     text = "click,user\n" + "\n".join(lines) + "\n"
     path.write_text(text + "2,u1\n")
     schema = parse_schema({"label": "click", "categorical": ["user"], "csv": {"delimiter": ","}}, where="test")
-    with pytest.raises(RowError, match="'2' is not a label"):
-        prepare(open_source("csv", path, schema=schema), out)
-    assert not out.exists()
-    dataset = run_prepare("csv", path, out, schema=schema, skip_bad_rows=1)
+    said: list[str] = []
+    for rows_per_part, is_kept in ((1 << 20, False), (pipeline.ROWS_PER_CHUNK, True)):
+        monkeypatch.setattr(rows, "ROWS_PER_PART", rows_per_part)
+        with pytest.raises(RowError, match="'2' is not a label"):
+            prepare(open_source("csv", path, schema=schema), out, announce=said.append)
+        assert (out / ".prepare").exists() == out.exists() == is_kept
+        assert any("what was read is kept" in line for line in said) == is_kept
+    dataset = run_prepare("csv", path, out, schema=schema, skip_bad_rows=1, announce=said.append)
+    assert any("continuing the work" in line for line in said)
     assert dataset.info.summary == {"rows_read": len(lines), "rows_skipped": 1}
 
 

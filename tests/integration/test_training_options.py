@@ -17,7 +17,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.ranks import Ranks
 from hotrow.run import runs
 from hotrow.run.build import Parts, build, look_up
-from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import StepClock
 from hotrow.run.trainer import NonFiniteError, train_step
@@ -59,6 +59,26 @@ def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tu
         optimizer.step()
     for own, other in zip(theirs.parameters(), ours.model.parameters(), strict=True):
         torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_weights_that_fall_for_ever_end_at_zero(dataset: PackedDataset, tmp_path: Path, name: str) -> None:
+    """A weight whose input is always zero only decays; as a denormal number it would make every product slow."""
+    decay = ["optimizer.dense.lr=0.1", "optimizer.dense.weight_decay=0.5"]
+    parts = parts_of(dataset, tmp_path, f"optimizer.dense.name={name}", *decay)
+    layer = next(own for own in parts.model.modules() if isinstance(own, torch.nn.Linear))
+    with torch.no_grad():
+        layer.weight[:, 0] = 1.2e-38
+    for step, batch in itertools.islice(batches(dataset), 3):
+        batch.dense[:, 0] = 0
+        train_step(parts, batch, step, StepClock())
+        assert not layer.weight[:, 0].any() and layer.weight[:, 1:].all()
+    checkpoint = tmp_path / "checkpoint"
+    with torch.no_grad():
+        layer.weight[:, 0] = 1e-39
+    save_checkpoint(checkpoint, {"model": parts.model})
+    load_checkpoint(checkpoint, {"model": parts.model})
+    assert not layer.weight[:, 0].any() and layer.weight[:, 1:].all()
 
 
 def steps(parts: Parts, dataset: PackedDataset, num_steps: int) -> list[torch.Tensor]:

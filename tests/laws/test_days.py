@@ -19,7 +19,7 @@ import pytest
 
 from forked import COMMAND, run_forked
 from hotrow.base.files import crc32
-from hotrow.data.chunk import Chunk, Keys
+from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.native import Counter as KeyCounter
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
@@ -393,7 +393,7 @@ def test_counts_of_many_days_stay_at_their_limit() -> None:
 
 def test_counts_of_a_day_and_of_many_before_it_stay_at_their_limit_without_a_time() -> None:
     schema = parse_schema({"label": "y", "categorical": ["a"], "statistics": ["a"]}, where="test")
-    chunk = Chunk(1, None, np.zeros((1, 0), np.float32), {"a": Keys(np.array([7], np.int64))})
+    chunk = Chunk(1, None, np.zeros((1, 0), np.float32), {"a": Keys(np.array([7], np.int64))}, Position())
     day, earlier = Statistics(schema, num_folds=NUM_FOLDS), Statistics(schema)
     slot = int(day.hashes(chunk)[0][0] >> np.uint64(64 - day.bits))
     for each, of_fold, num_rows in ((day, 0, 5), (day, 1, 3), (earlier, 0, 2**32 - 1)):

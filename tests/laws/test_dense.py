@@ -205,15 +205,38 @@ def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...
     def guarded(tensors: list[Tensor]) -> list[Guarded]:
         return [Guarded(torch.full_like(tensor, float("nan"))) for tensor in tensors]
 
+    parameters = [own for pair in zip(weights, biases, strict=True) for own in pair]
+    shape, addresses = (1, samples, widths[0]), [own.data_ptr() for own in parameters]
     for _, threads in every_backend():
-        outputs = guarded([torch.empty(samples, width) for width in widths[1:]])
-        native.mlp(x, weights, biases, True, [out.tensor for out in outputs], threads)
-        inputs = [x, *(out.tensor for out in outputs[:-1])]
-        grads = [guarded(tensors) for tensors in (weights, biases, inputs)]
-        native.mlp_backward(grad, inputs, weights, *([own.tensor for own in made] for made in grads), threads)
-        for own in (*outputs, *(own for made in grads for own in made)):
+        hidden, out = guarded([torch.empty(samples * sum(widths[1:-1])), torch.empty(samples, widths[-1])])
+        to = hidden.tensor.data_ptr(), out.tensor.data_ptr()
+        native.mlp(shape, [*widths[1:]], addresses, x.data_ptr(), *to, True, threads, None)
+        grads, (grad_x,) = guarded(parameters), guarded([x])
+        given = x.data_ptr(), hidden.tensor.data_ptr(), grad.data_ptr()
+        made = [own.tensor.data_ptr() for own in grads], grad_x.tensor.data_ptr()
+        native.mlp_backward(shape, [*widths[1:]], addresses[::2], *given, *made, threads, None)
+        for own in (hidden, out, *grads, grad_x):
             own.check()
             assert not own.tensor.isnan().any()
+
+
+@needs_native
+@looped("widths", [(367, 512, 256, 1), (13, 64, 8), (359, 64, 32, 1), (600, 50, 3), (7, 5)])
+def test_a_row_has_the_bits_that_it_has_alone(widths: tuple[int, ...]) -> None:
+    """However many rows come with it, and whether weights are kept packed or not: each way has its own products."""
+    x, weights, biases, grad = mlp_inputs(500, widths)
+    for isa in ops.isas():
+        with running(isa, 1):
+            whole, grad_x = forward_and_backward(x, weights, biases, grad, "linear")[:2]
+            packed, first = ops.Packed(weights), 0
+            for rows in (1, 2, 3, 7, 8, 17, 64, 65, 200):
+                part = slice(first, first + rows)
+                own = forward_and_backward(x[part], weights, biases, grad[part], "linear")[:2]
+                with torch.no_grad(), ops.weights_stay(packed):
+                    kept = ops.mlp(x[part], weights, biases, last="linear")
+                for found, expected in zip((*own, kept), (whole, grad_x, whole), strict=True):
+                    assert torch.equal(found.view(torch.int32), expected[part].view(torch.int32)), (isa, rows)
+                first += rows
 
 
 @pytest.mark.parametrize("last", ["relu", "linear"])

@@ -162,10 +162,10 @@ def test_mlp_in_bfloat16_writes_its_outputs_and_no_more(samples: int, widths: tu
         inputs = guarded([torch.empty(rows, -(-width // 2)) for width in widths[:-1]])
         words = [own.tensor.view(torch.int32) for own in inputs]
         (out,) = guarded([grad])
-        native.mlp_bf16(x, weights, biases, True, words, out.tensor, threads)
+        native.mlp_bf16(x, weights, biases, True, words, out.tensor, threads, None)
         grads = [guarded(tensors) for tensors in (weights, biases, [x])]
         made = [[own.tensor for own in group] for group in grads]
-        native.mlp_bf16_backward(grad, words, weights, *made[:2], *made[2], threads)
+        native.mlp_bf16_backward(grad, words, weights, *made[:2], *made[2], threads, None)
         for own in (*inputs, out, *(own for group in grads for own in group)):
             own.check()
         for own in (out, *(own for group in grads for own in group)):

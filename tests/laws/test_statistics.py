@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hotrow.data import native, reference
-from hotrow.data.chunk import Chunk, Keys
+from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare import rows as stored_rows
@@ -549,7 +549,7 @@ def test_rows_that_wait_are_counted_in_pieces(tmp_path: Path) -> None:
 
     def chunk(times: NDArray[np.int64]) -> Chunk:
         keys = {"id": Keys(np.zeros(len(times), np.int64))}
-        return Chunk(len(times), np.ones(len(times), np.float32), no_dense(times, 0), keys, time=times)
+        return Chunk(len(times), np.ones(len(times), np.float32), no_dense(times, 0), keys, Position(), times)
 
     def no_dense(times: NDArray[np.int64], width: int) -> NDArray[np.float32]:
         return np.zeros((len(times), width), np.float32)

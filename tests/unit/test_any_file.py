@@ -16,7 +16,7 @@ import pytest
 from pyarrow import orc
 
 import hotrow
-from hotrow.data.chunk import RowError
+from hotrow.data.chunk import Position, RowError
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources import inputs, tabular
@@ -62,7 +62,7 @@ def test_a_header_of_thousands_of_columns(end: str, tmp_path: Path) -> None:
     rows = read(ColumnsSource(tmp_path / "wide.csv", schema))
     assert rows["label"] == [0, 1, 0, 1] and rows[names[-1]] == ["0", "1", "2", "3"]
     reader = open_table(tmp_path / "wide.csv", CsvSpec())
-    (batch,) = (rows.batch for rows in reader.read(0, reader.schema.names, 100))
+    (batch,) = (rows.batch for rows in reader.read(0, 0, reader.schema.names, 100))
     assert batch.schema.names == ["y", *names]
 
 
@@ -151,6 +151,9 @@ def test_feather_and_orc_are_read_as_parquet_is(kind: str, suffix: str, tmp_path
     assert rows["label"] == LABELS * 2 and rows["item"] == [None, *ITEMS[1:]] * 2 and rows["tags"] == lists * 2
     assert rows["time"] == [1] * N + [2] * N and rows["dense"][5] == [2.5]
     assert source.scout().num_rows == 2 * N
+    for first in (0, 1, 69, 70, 71, N - 1):
+        rest = read(source, start=Position(1, first, first), rows_per_chunk=100)
+        assert rest["item"] == rows["item"][N + first :]
     assert "tags" in guess_columns(paths[0], label="y").schema().feature_names
     assert read(ColumnsSource(paths, schema_of("day", dense=[])))["day"] == [1] * N + [2] * N
 

@@ -422,7 +422,7 @@ def test_reading_broken_off_leaves_no_callback_with_arrow(
     monkeypatch.setattr(InputFile, "open_stream", lambda self: pa.PythonFile(SlowFile(text.encode()), "r"))
     monkeypatch.setattr(tabular, "CSV_BLOCK_BYTES", 1024)
     for _ in range(5):  # without the wait, Arrow's thread is the later one most times
-        next(reader.read(0, ["y"], 10), None)
+        next(reader.read(0, 0, ["y"], 10), None)
     assert [places() for places in noted] == [None] * 5
 
 
@@ -484,7 +484,7 @@ def test_one_column_and_no_last_newline(tmp_path: Path) -> None:
     """The line that `read` adds to a file must be a bad one in a file of any width, and no row."""
     for name, text in (("x.csv", "a\n1\n0"), ("y.csv", "a,b\n1,2\n0,3"), ("z.csv", "a,b\r\n1,2\r\n0,3\r\n\r\n")):
         reader = open_table(write_csv(tmp_path / name, text), CsvSpec())
-        pieces = list(reader.read(0, ["a"], 10))
+        pieces = list(reader.read(0, 0, ["a"], 10))
         assert [value for rows in pieces for value in rows.batch.column(0).to_pylist()] == ["1", "0"]
         assert not any(rows.bad for rows in pieces)
 
@@ -577,7 +577,7 @@ def test_a_hive_column_alone_is_read_from_text_without_looking_at_its_lines(tmp_
     (tmp_path / "day=3").mkdir()
     file = write_csv(tmp_path / "day=3" / "p.csv", "7,x\n8,1\n")
     reader = open_table(file, CsvSpec(column_names=("a", "b")))
-    (rows,) = reader.read(0, ["day"], 100)
+    (rows,) = reader.read(0, 0, ["day"], 100)
     assert rows.batch.to_pydict() == {"day": ["3", "3"]}
     assert rows.lines.tolist() == [1, 2]
 
@@ -619,16 +619,31 @@ def three_files(tmp_path: Path) -> dict[str, list[Path]]:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 1000])
-def test_rows_are_the_same_in_chunks_of_any_size(
+def test_every_position_resumes_to_the_same_rows(
     three_files: dict[str, list[Path]], kind: str, rows_per_chunk: int
 ) -> None:
     source = ColumnsSource(three_files[kind], schema_of("a", time="t"))
     whole = read(source)
     assert len(whole["label"]) == 40
     assert whole == read(source, rows_per_chunk=rows_per_chunk)
-    assert [c for file in range(3) for c in read(source, file=file)["time"]] == whole["time"]
-    places = [c.file_index for c in source.chunks(rows_per_chunk=rows_per_chunk) for _ in range(c.num_rows)]
-    assert places == [0] * 17 + [1] + [2] * 22
+    seen = 0
+    for chunk in list(source.chunks(rows_per_chunk=rows_per_chunk)):
+        seen += chunk.num_rows
+        rest = read(source, start=chunk.position, rows_per_chunk=7)
+        assert rest["a"] == whole["a"][seen:] and rest["time"] == whole["time"][seen:]
+    assert seen == 40
+
+
+def test_resume_between_bad_lines_keeps_the_count(tmp_path: Path) -> None:
+    lines = ["y,a"] + [f"0,k{i}" if i % 3 else "0,x,y" for i in range(20)]
+    source = ColumnsSource(write_csv(tmp_path / "x.csv", "\n".join(lines)), schema_of("a"), skip_bad_rows=7)
+    whole = read(source)["a"]
+    assert source.skipped.num_rows == 7
+    seen = 0
+    for chunk in list(source.chunks(rows_per_chunk=2)):
+        seen += chunk.num_rows
+        assert read(source, start=chunk.position)["a"] == whole[seen:]
+        assert source.skipped.num_rows == 7
 
 
 def test_scout_counts_or_estimates_rows(three_files: dict[str, list[Path]], tmp_path: Path) -> None:

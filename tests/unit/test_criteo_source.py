@@ -289,6 +289,9 @@ def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path
         "8, column 19 (C5)",
         "14",
     ]
+    again = CriteoSource([path], skip_bad_rows=3)
+    assert flat(list(again.chunks(chunks[1].position, rows_per_chunk=4))) == expected(ROWS[8:])
+    assert again.skipped.num_rows == 3
     with pytest.raises(RowError, match=r":14: .*2 bad rows were skipped before, as many as --skip-bad-rows allows"):
         list(CriteoSource([path], skip_bad_rows=2).chunks())
     with pytest.raises(ValueError, match="skip_bad_rows is -1"):
@@ -296,7 +299,7 @@ def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_one_file_of_several(compress: type[bytes], tmp_path: Path) -> None:
+def test_resume_at_every_chunk(compress: type[bytes], tmp_path: Path) -> None:
     for n, name in enumerate(("a.txt", "b.txt")):
         (tmp_path / name).write_bytes(compress(text(ROWS[n:], end="\r\n")[:-2]))
 
@@ -304,16 +307,18 @@ def test_one_file_of_several(compress: type[bytes], tmp_path: Path) -> None:
         return CriteoSource([tmp_path], buffer_bytes=1000)
 
     chunks = list(source().chunks(rows_per_chunk=2))
-    for file in range(2):
-        own = [chunk for chunk in chunks if chunk.file_index == file]
-        assert flat(list(source().chunks(file, rows_per_chunk=2))) == flat(own) == expected(ROWS[file:])
+    for n, chunk in enumerate(chunks):
+        rest = list(source().chunks(chunk.position, rows_per_chunk=2))
+        assert flat(rest) == flat(chunks[n + 1 :])
+        assert [c.position for c in rest] == [c.position for c in chunks[n + 1 :]]
 
 
-def test_lines_are_counted_behind_a_header(tmp_path: Path) -> None:
+def test_lines_are_counted_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(text([HEADER, *ROWS, row(3, C1="?")], delimiter=","))
+    position = read(path, skip_bad_rows=1)[0].position
     with pytest.raises(RowError, match=re.escape(f"{path}:13, column 15 (C1)")):
-        list(CriteoSource([path]).chunks())
+        list(CriteoSource([path]).chunks(position))
 
 
 def test_scout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,5 +513,5 @@ def test_two_parsers_read_what_one_reads(bad: tuple[int, ...], tmp_path: Path, m
         monkeypatch.setattr(criteo, "BESIDE_ROWS", beside_rows)
         monkeypatch.setattr(criteo, "usable_cores", lambda: 2)
         chunks = read(tmp_path / "rows.txt", rows_per_chunk=4096, buffer_bytes=1 << 17, skip_bad_rows=len(bad))
-        found.append((flat(chunks), [chunk.num_rows for chunk in chunks]))
+        found.append((flat(chunks), [(chunk.num_rows, chunk.position) for chunk in chunks]))
     assert found[0] == found[1] and len(found[0][0]) > 0

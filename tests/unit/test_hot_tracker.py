@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reuse_truth
+from benchmarks.compiled import native
 from benchmarks.hot_tracker import HotTracker
-from benchmarks.locality.reuse import native
 from hotrow.hot.hot_set import HotRows
 from hotrow.kernels import ops
 

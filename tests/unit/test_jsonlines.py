@@ -115,19 +115,22 @@ def test_a_bad_line_is_named_and_counted(
     assert sum(split.num_rows for split in made.info.splits.values()) == 60
 
 
-def test_lines_are_named_by_their_numbers(tmp_path: Path) -> None:
+def test_reading_goes_on_from_any_row(tmp_path: Path) -> None:
     lines = ['{"a": 1}', "", "{}", "broken", '{"a": "x", "later": 2}', '{"a": null}', '{"a": true}']
     (tmp_path / "day=3").mkdir()
     file = tmp_path / "day=3" / "x.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     reader = open_table(file, CsvSpec())
     assert reader.schema.names == ["a", "later", "day"]
-    found, bad = [], []
-    for rows in reader.read(0, ["a", "day"], 2):
-        assert set(rows.batch.column(1).to_pylist()) == {"3"}
-        found += zip(rows.lines.tolist(), rows.batch.column(0).to_pylist(), strict=True)
-        bad += [error.line for error in rows.bad]
-    assert found == [(1, "1"), (3, None), (5, "x"), (6, None), (7, "1")] and bad == [4]
+    expected = [(1, "1"), (3, None), (5, "x"), (6, None), (7, "1")]
+    for first in range(8):
+        found, bad = [], []
+        for rows in reader.read(0, first, ["a", "day"], 2):
+            assert set(rows.batch.column(1).to_pylist()) <= {"3"}
+            found += zip(rows.lines.tolist(), rows.batch.column(0).to_pylist(), strict=True)
+            bad += [error.line for error in rows.bad]
+        assert found == [(line, value) for line, value in expected if line > first]
+        assert bad == ([4] if first < 4 else [])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_values_are_read_exactly(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join([*lines, '{"id": 7.0, "l": "abc"}', '{"id": 7, "l": null}']))
     reader = open_table(path, CsvSpec())
-    (rows,) = reader.read(0, reader.schema.names, 100)
+    (rows,) = reader.read(0, 0, reader.schema.names, 100)
     found = rows.batch.to_pydict()
     assert found["id"] == [*(str(2**64 + i) for i in range(50)), "7", "7"]
     assert found["price"][:2] == ["7", "7.01"]
@@ -170,6 +173,6 @@ def test_lines_end_any_way(end: str, read_bytes: int, tmp_path: Path, monkeypatc
     path.write_bytes(end.join(['{"a": "x"}', "", '{"a": "\U0001f600"}', ' {"a": null} ']).encode())
     reader = open_table(path, CsvSpec())
     found: list[Any] = []
-    for rows in reader.read(0, ["a"], 100):
+    for rows in reader.read(0, 0, ["a"], 100):
         found += zip(rows.lines, rows.batch.column(0).to_pylist(), strict=True)
     assert found == [(1, "x"), (3, "\U0001f600"), (4, None)]

@@ -17,7 +17,7 @@ def test_a_file_is_never_held_whole(tmp_path: Path) -> None:
         for _ in range(64):
             writer.write_table(pa.table({"id": rng.integers(0, 1 << 62, 1 << 17)}))
     before, most = pa.total_allocated_bytes(), 0
-    for _ in ColumnarReader(input_files(str(path))).read(0, ["id"], 1 << 12):
+    for _ in ColumnarReader(input_files(str(path))).read(0, 0, ["id"], 1 << 12):
         most = max(most, pa.total_allocated_bytes() - before)
     assert path.stat().st_size > 64 << 20
     assert most < path.stat().st_size / 4

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -264,3 +265,58 @@ def test_a_child_forked_while_rows_are_read_does_not_wait_for_them(tmp_path: Pat
     *said, status = done.stdout.splitlines()
     assert status == "0"
     assert all("opened before this process was forked" in line for line in said), "none: all was read before the fork"
+
+
+@each_io
+def test_a_short_read_goes_on_from_a_whole_sector(tmp_path: Path, io: str) -> None:
+    """Direct I/O refuses other places: what is left of a sector is read again."""
+    store = open_store(table_rows(record_bytes=5000), kind="block", path=tmp_path / "t", engines=Engines(io=io))
+    rows = [1, 7, 30]
+    write_rows(store, rows)
+    store.flush()
+    expected = read_rows(store, rows)
+    for length in (4096, 5119):
+        store.native.inject(False, 1, -length)  # as if so many bytes had come
+        assert (read_rows(store, rows) == expected).all()
+    store.native.inject(False, 1, -100)
+    for call in (lambda: read_rows(store, rows), store.close):
+        with pytest.raises(StoreError, match="the file ends before its last row"):
+            call()
+
+
+LARGE_ROW = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from hotrow.placement.stores import Engines, StoreError, open_store
+from store_rig import table_rows, write_rows
+
+LENGTH = 64 << 20
+rows = table_rows(record_bytes=LENGTH, num_rows=2)
+store = open_store(rows, kind="block", path=Path(sys.argv[1]), engines=Engines(io=sys.argv[2]))
+out = np.ones((1, LENGTH), np.uint8)
+write_rows(store, [1])
+store.flush()
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + LENGTH // 4, resource.RLIM_INFINITY))
+try:
+    store.read([1], np.arange(1), [out])
+except StoreError as error:
+    print(error)
+"""
+
+
+@each_io
+def test_without_memory_for_a_large_row_its_table_fails(tmp_path: Path, io: str) -> None:
+    """The engine's thread reads rows larger than its frames into memory of their own; once, that ended the process."""
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_ROW, tmp_path / "t", io],
+        env={**os.environ, "PYTHONPATH": str(tests)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "table 'item' lost rows, because there was no memory to move them" in done.stdout

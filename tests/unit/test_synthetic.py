@@ -16,7 +16,7 @@ from benchmarks.synthetic_config import (
     SyntheticTable,
     criteo_terabyte,
 )
-from hotrow.data.chunk import Chunk
+from hotrow.data.chunk import Chunk, Position
 from hotrow.data.sources.clicks import SCHEMA, SIZES, make_clicks
 from hotrow.data.sources.schema import parse_schema
 from hotrow.objectives.binary import auc
@@ -35,8 +35,8 @@ def make_config(num_rows: int = 40_000, **fields: Any) -> SyntheticConfig:
     return SyntheticConfig(num_rows=num_rows, tables=tables, dense=dense, **fields)
 
 
-def read(source: SyntheticSource, rows_per_chunk: int = 65_536) -> list[Chunk]:
-    return list(source.chunks(rows_per_chunk=rows_per_chunk))
+def read(source: SyntheticSource, start: int = 0, rows_per_chunk: int = 65_536) -> list[Chunk]:
+    return list(source.chunks(Position(offset=start), rows_per_chunk=rows_per_chunk))
 
 
 def teacher_logits(source: SyntheticSource, start: int, stop: int) -> NDArray[np.float64]:
@@ -50,12 +50,15 @@ def whole() -> Chunk:
     return chunk
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1_000, 16_384, 9_999, 30_000])
-def test_chunks_of_any_size_hold_the_same_rows(whole: Chunk, rows_per_chunk: int) -> None:
-    row = 0
-    for chunk in read(SyntheticSource(make_config()), rows_per_chunk):
+@pytest.mark.parametrize(
+    ("start", "rows_per_chunk"), [(0, 1_000), (0, 16_384), (17_001, 9_999), (39_999, 5), (16_384, 30_000)]
+)
+def test_chunks_of_any_size_from_anywhere_hold_the_same_rows(whole: Chunk, start: int, rows_per_chunk: int) -> None:
+    row = start
+    for chunk in read(SyntheticSource(make_config()), start, rows_per_chunk):
         rows = slice(row, row + chunk.num_rows)
         row = rows.stop
+        assert chunk.position == Position(offset=row)
         np.testing.assert_array_equal(chunk.label, whole.label[rows])
         np.testing.assert_array_equal(chunk.dense, whole.dense[rows])
         np.testing.assert_array_equal(chunk.time, whole.time[rows])

@@ -31,6 +31,7 @@ struct BlockLayout {
   int64_t page_bytes;
   int64_t page_units;
   bool packed;
+  int64_t sector;
 
   // sector: a power of two, at most a page.
   static BlockLayout of(int64_t record_bytes, int64_t sector, bool packed) {
@@ -39,14 +40,14 @@ struct BlockLayout {
     const int64_t unit_rows = shared ? sector / record_bytes : 1;
     if (!packed) {
       const int64_t page = std::max(unit, kPageBytes);
-      return {record_bytes, unit, unit_rows, page, page / unit, packed};
+      return {record_bytes, unit, unit_rows, page, page / unit, packed, sector};
     }
     // Whole blocks of a file system, however many sectors a unit has: to write a part of a block that no data was
     // written to before, a file system fills the rest with zeros and lets nobody else write to the file meanwhile.
     const int64_t least = std::lcm(unit, kPageBytes);
     int64_t page = std::max(least, kPackedPageBytes / least * least);
     while (page > least && page / unit * unit_rows > kMostPackedRows) page /= 2;
-    return {record_bytes, unit, unit_rows, page, page / unit, packed};
+    return {record_bytes, unit, unit_rows, page, page / unit, packed, sector};
   }
   int64_t unit_of(int64_t row) const { return row / unit_rows; }
   int64_t page_of(int64_t unit) const { return unit / page_units; }

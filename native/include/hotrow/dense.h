@@ -25,11 +25,13 @@ struct Layer {
 };
 
 // Weights as the products take them, by address, shape, direction and arithmetic. Calls that are given one pack each
-// weight once; meanwhile no weight may change, move or be freed. For one call at a time.
+// weight once; meanwhile no weight may change, move or be freed. For one call at a time until it has all weights.
 struct PackedWeights {
   PackedWeights() = default;
   PackedWeights(const PackedWeights&) = delete;
-  std::map<std::tuple<const float*, int64_t, int64_t, int64_t, bool>, std::unique_ptr<KeptPages>> pages;
+  using Key = std::tuple<const float*, int64_t, int64_t, int64_t, bool>;
+  using Pages = std::map<Key, std::shared_ptr<KeptPages>>;
+  Pages pages;
 };
 
 // y = x W^T + bias, then y < 0 ? 0 : y, layer by layer; after the last only if `last_relu`.

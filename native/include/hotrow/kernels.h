@@ -78,9 +78,6 @@
 // output_backward: for the same samples, g [B]:
 //     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
 //     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x may be null
-//
-// multiply_adds: x = x * 0.999 + 0.001, `rounds` times in as many lanes and registers as the set keeps busy; adds some
-//   of them to *sum and returns the number of operations; a multiply-add counts as two. For benchmarks.
 #define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
   KERNEL(                                                                                                              \
       bool, lookup,                                                                                                    \
@@ -108,8 +105,7 @@
   KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out))  \
   KERNEL(void, output_backward,                                                                                        \
          (const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, int64_t first, int64_t last, \
-          float* grad_weight, float* grad_x))                                                                          \
-  KERNEL(int64_t, multiply_adds, (int64_t rounds, float start, float* sum))
+          float* grad_weight, float* grad_x))
 
 namespace hotrow {
 

@@ -49,7 +49,8 @@ inline void pack(const View& b, int64_t index, float* panels) {
   }
 }
 
-// The panels of several matrices; those that `packed` has are taken from there, and the others are left there.
+// The panels of several matrices; those that `packed` has are taken from there, and the others are left there, once
+// they are made.
 class Panels {
  public:
   Panels(const std::vector<View>& matrices, int num_threads, PackedWeights* packed)
@@ -57,15 +58,26 @@ class Panels {
     std::vector<std::pair<size_t, int64_t>> tasks;
     float* end = pages_.floats();
     for (const View& matrix : matrices) {
-      const auto [start, is_new] = packed ? place_in(*packed, matrix) : std::pair{end, true};
-      for (int64_t panel = 0; is_new && panel < matrix.num_panels(); ++panel) tasks.emplace_back(starts_.size(), panel);
-      starts_.push_back(start);
+      const PackedWeights::Key key{matrix.at, matrix.depth, matrix.columns, matrix.depth_stride, matrix.in_pairs};
+      const auto kept = packed ? packed->pages.find(key) : PackedWeights::Pages::iterator{};
+      if (packed && kept != packed->pages.end()) {
+        starts_.push_back(kept->second->floats());
+        continue;
+      }
+      for (int64_t panel = 0; panel < matrix.num_panels(); ++panel) tasks.emplace_back(starts_.size(), panel);
+      starts_.push_back(end);
+      if (packed) {
+        made_.emplace_back(key,
+                           std::make_shared<KeptPages>(static_cast<size_t>(matrix.packed_words()) * sizeof(float)));
+        starts_.back() = made_.back().second->floats();
+      }
       end += packed ? 0 : matrix.packed_words();
     }
     parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t task, int) {
       const auto [matrix, panel] = tasks[static_cast<size_t>(task)];
       pack(matrices[matrix], panel, starts_[matrix]);
     });
+    if (packed) packed->pages.insert(made_.begin(), made_.end());
   }
 
   const float* operator[](size_t matrix) const { return starts_[matrix]; }
@@ -78,16 +90,8 @@ class Panels {
     return sum;
   }
 
-  // Where a matrix's panels are, and whether they are yet to be made.
-  static std::pair<float*, bool> place_in(PackedWeights& packed, const View& matrix) {
-    std::unique_ptr<KeptPages>& pages =
-        packed.pages[{matrix.at, matrix.depth, matrix.columns, matrix.depth_stride, matrix.in_pairs}];
-    const bool is_new = !pages;
-    if (is_new) pages = std::make_unique<KeptPages>(static_cast<size_t>(matrix.packed_words()) * sizeof(float));
-    return {pages->floats(), is_new};
-  }
-
   KeptPages pages_;
+  std::vector<std::pair<PackedWeights::Key, std::shared_ptr<KeptPages>>> made_;
   std::vector<float*> starts_;
 };
 
@@ -96,8 +100,9 @@ template <class Task>
 void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
   const int64_t most = round_up(std::max<int64_t>(1, num_samples / (2 * num_threads)), kTileRows);
   const int64_t length = std::min(kMostSamples, most);
-  parallel_for((num_samples + length - 1) / length, num_threads,
-               [&](int64_t index, int) { task(index * length, std::min(num_samples, (index + 1) * length)); });
+  parallel_for<Denormals::flushed>((num_samples + length - 1) / length, num_threads, [&](int64_t index, int) {
+    task(index * length, std::min(num_samples, (index + 1) * length));
+  });
 }
 
 // How many threads the products of all layers get.

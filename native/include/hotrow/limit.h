@@ -1,4 +1,4 @@
-// The machine's own limits on random row access and on arithmetic, for benchmarks.
+// The machine's own limit on random row access.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,5 @@ struct RowPass {
 // Loads one word of every cache line of rows[ids[i]] for all i; each thread takes pieces of ids. Returns the seconds
 // that it took.
 double touch_rows(const RowPass& pass, int num_threads);
-
-// Float32 operations per second of `num_threads` threads that touch no memory; a multiply-add counts as two.
-double multiply_adds_per_s(int num_threads);
 
 }  // namespace hotrow

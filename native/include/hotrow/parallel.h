@@ -1,5 +1,6 @@
 // Calls task(index, worker) once for every index in [0, num_tasks), worker in [0, num_threads). Any free thread takes
-// the next index, in rising order, so results must not depend on which thread runs a task. Tasks must not throw.
+// the next index, in rising order, so results must not depend on which thread runs a task. If tasks throw, the
+// others are left out, and the first exception is thrown to the caller. kMode: what every thread does with denormals.
 //
 // Uses OpenMP if the build has it (torch's own pool: its libgomp is already loaded), else std::thread. Always asks for
 // num_threads: libgomp ends and restarts threads whenever the size of the team changes.
@@ -8,12 +9,16 @@
 // ever for the other threads of a team that it still believes in. No result depends on it.
 #pragma once
 
+#include <hotrow/denormals.h>
+
 #include <atomic>
 #include <cstdint>
+#include <exception>
 
 #ifdef _OPENMP
 #include <omp.h>
 #else
+#include <system_error>
 #include <thread>
 #include <vector>
 #endif
@@ -36,25 +41,57 @@ inline int64_t work_of_products(int64_t multiply_adds) { return multiply_adds / 
 // How many threads a region gets: all or one, because libgomp restarts threads if the size of a team changes.
 inline int team(int64_t work, int num_threads) { return work < least_work.load() ? 1 : num_threads; }
 
-template <class Task>
+// What tasks on several threads throw: an exception may not leave its thread.
+class FirstError {
+ public:
+  template <class Call>
+  void guard(const Call& call) noexcept {
+    if (thrown_.load(std::memory_order_relaxed)) return;
+    try {
+      call();
+    } catch (...) {
+      if (!thrown_.exchange(true)) error_ = std::current_exception();
+    }
+  }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::atomic<bool> thrown_{false};
+  std::exception_ptr error_;
+};
+
+template <Denormals kMode = Denormals::kept, class Task>
 void parallel_for(int64_t num_tasks, int num_threads, const Task& task) {
   if (num_threads <= 1 || num_tasks <= 1 || in_forked_child()) {
+    const DenormalMode mode(kMode);
     for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
     return;
   }
+  FirstError error;
 #ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-  for (int64_t i = 0; i < num_tasks; ++i) task(i, omp_get_thread_num());
+#pragma omp parallel num_threads(num_threads)
+  {
+    const DenormalMode mode(kMode);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_tasks; ++i) error.guard([&] { task(i, omp_get_thread_num()); });
+  }
 #else
   std::atomic<int64_t> next{0};
   const auto run = [&](int worker) {
-    for (int64_t i = next++; i < num_tasks; i = next++) task(i, worker);
+    const DenormalMode mode(kMode);
+    for (int64_t i = next++; i < num_tasks; i = next++) error.guard([&] { task(i, worker); });
   };
   std::vector<std::thread> threads;
-  for (int worker = 1; worker < num_threads; ++worker) threads.emplace_back(run, worker);
+  try {
+    for (int worker = 1; worker < num_threads; ++worker) threads.emplace_back(run, worker);
+  } catch (const std::system_error&) {  // those that there are do all
+  }
   run(0);
   for (std::thread& thread : threads) thread.join();
 #endif
+  error.rethrow();
 }
 
 }  // namespace hotrow

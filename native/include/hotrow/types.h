@@ -78,7 +78,8 @@ inline constexpr int64_t kMostDepth = 512;  // of one product: a panel of B then
 struct Product {
   const float* a;  // [rows, depth]; if its row stride is 0, tiles made by pack_tiles
   int64_t a_stride;
-  const float* b;  // [depth, columns]; if its row stride is 0, panels made by pack_panels
+  const float*
+      b;  // [depth, columns]; if its row stride is 0, panels made by pack_panels; or, `transposed`, [columns, depth]
   int64_t b_stride;
   int64_t depth, columns;  // depth at most kMostDepth
   float* c;                // [rows, columns]
@@ -88,6 +89,7 @@ struct Product {
   const float* gate;  // [rows, columns] or null: C = gate <= 0 ? 0 : C, the gradient through a ReLU whose output it is
   const float* start = nullptr;  // [columns, rounded up to kPanelColumns], with which sums begin; or null: with 0
   int64_t first = 0, last = 0;   // of the depth, what is summed; if last is 0, up to its end
+  bool transposed = false;  // B(k, n) = b[n * b_stride + k], for at most kTileRows rows; start is null, A row-major
 };
 
 // What an optimizer does to a row; kernels.h has the formulas.

@@ -12,13 +12,15 @@ where each row's keys begin:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from hotrow.base.records import Count
 
 KeyKind = Literal["int", "bytes"]
 KEY_KINDS: tuple[KeyKind, ...] = ("int", "bytes")
@@ -88,6 +90,19 @@ class Keys:
         return np.repeat(row_mask, np.diff(self.row_splits))
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where the next row starts. A source that resumes there yields the rows it would have yielded without a break."""
+
+    file_index: Count = 0
+    offset: Count = 0
+    """Bytes of the decompressed file already consumed; for a columnar file, rows."""
+    num_lines: Count = 0
+    """Lines of a text file already consumed, so that errors after a resume name the right line."""
+    num_skipped: Count = 0
+    """Bad rows skipped so far in all files: the limit `skip_bad_rows` holds across a resume."""
+
+
 FEW_ODD, FEW_ODD_SHARE = 10, 0.01
 """In data of few rows, up to FEW_ODD cells of a column may be odd if they are at most this share of the rows."""
 
@@ -133,8 +148,8 @@ class Chunk:
     """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
     keys: Mapping[str, Keys]
     """Raw ids by feature name."""
-    file_index: int = 0
-    """The file that the rows are of."""
+    position: Position
+    """Position of the row after this chunk."""
     time: NDArray[np.int64] | None = None
     """[num_rows] if the source has a time column."""
     odd: tuple[OddCells, ...] = ()
@@ -192,7 +207,7 @@ class SkippedRows:
 
 
 class Source(Protocol):
-    """A raw data set: names and kinds of its columns, and its rows, in chunks."""
+    """A raw data set: names and kinds of its columns, and its rows, in chunks, from any position on."""
 
     @property
     def name(self) -> str:
@@ -212,11 +227,21 @@ class Source(Protocol):
         Raises ValueError naming a missing, empty or unreadable file.
         """
 
-    def chunks(self, file: int | None = None, *, rows_per_chunk: int = 65536) -> Generator[Chunk, None, None]:
-        """Yields the rows of one file, or of all, in chunks of at most `rows_per_chunk` rows of a file.
+    def chunks(
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65536
+    ) -> Generator[Chunk, None, None]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before the file `stop`; None: all rows.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
+
+
+def file_starts(start: Position | None, num_files: int, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yields the index of each file from a position on, before the file `stop`, and where its rows begin that are left
+    to read."""
+    start = start or Position()
+    for index in range(start.file_index, num_files if stop is None else stop):
+        yield index, start.offset if index == start.file_index else 0
 
 
 def row_splits_of(keys: Keys) -> NDArray[np.int64]:
@@ -247,7 +272,7 @@ def interleave(features: Sequence[Keys]) -> Keys:
 
 
 def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
-    """The rows of `chunk` whose mask [num_rows] is set."""
+    """The rows of `chunk` whose mask [num_rows] is set; its position remains that of the whole chunk."""
     if mask.all():
         return chunk
     keys = {}

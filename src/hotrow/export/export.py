@@ -63,6 +63,7 @@ from hotrow.data.transforms import Transform, source_of
 from hotrow.export.dense import DENSE, check_packages, write_dense
 from hotrow.export.rows import FORMATS, RowFormat, StoredRows
 from hotrow.export.score import STORED
+from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
 from hotrow.objectives.calibration import calibrated
@@ -320,6 +321,7 @@ def _write_network(to: Whole, checkpoint: Path, description: Description) -> dic
     """Writes the dense parameters, and if asked for the network as ONNX; returns sizes and checksums by file."""
     with open_tensors(checkpoint / WEIGHTS) as file:
         dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
+    ops.flush_denormals(dense.values())
     files = {WEIGHTS: write_tensors(to.folder / WEIGHTS, dense)}
     if to.onnx:
         network, weights = to.folder / NETWORK, to.folder / WEIGHTS

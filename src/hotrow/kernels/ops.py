@@ -12,11 +12,10 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -221,9 +220,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Large ones reuse pages of earlier ones: pages that are new to the process cost as much as a pass over them.
     """
-    module, num_elements = _native(), math.prod(shape)
-    num_floats = -(-num_elements * dtype.itemsize // 8) * 2  # whole numbers of 8 bytes
-    if module is None or num_floats < KEPT_FLOATS:
+    num_elements = math.prod(shape)
+    num_floats = -(-num_elements * dtype.itemsize // 8) * 2 if num_elements * 2 > KEPT_FLOATS else 0  # in 8 bytes each
+    if num_floats < KEPT_FLOATS or (module := _native()) is None:
         return torch.empty(shape, dtype=dtype)
     if dtype == torch.float32:
         return torch.from_numpy(module.take(shape))
@@ -510,6 +509,20 @@ def split_sgd(
     _native().split_sgd(*(_views(*group) for group in own), lr, weight_decay, torch.get_num_threads())
 
 
+@torch.no_grad()
+def flush_denormals(weights: Iterable[Tensor]) -> None:
+    """Makes zeros, which keep their signs, of denormal numbers in float32 `weights` on the CPU.
+
+    Our products do so as they read; torch's, and its optimizers, take up to fifty times as long for denormal numbers.
+    """
+    own = [weight.detach() for weight in weights if weight.device.type == "cpu" and weight.dtype == torch.float32]
+    if _native() is None or not all(weight.is_contiguous() for weight in own):
+        for weight in own:
+            weight.mul_(weight.abs() >= torch.finfo(torch.float32).tiny)
+    else:
+        _native().flush_denormals(_views(*own), torch.get_num_threads())
+
+
 def distinct_rows(
     values: Tensor, spans: Sequence[tuple[int, int, int]], num_rows: Sequence[int], shares: Shares
 ) -> Distinct | None:
@@ -729,7 +742,7 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
 def _autocast(values: Tensor) -> bool:
     """Returns whether autocast is on, so that inputs may have any type."""
-    return torch.is_autocast_enabled(values.device.type)
+    return torch.is_autocast_enabled("cpu" if values.is_cpu else values.device.type)
 
 
 def _by_triton(values: Tensor) -> bool:
@@ -742,10 +755,9 @@ def _left_to_torch(values: Tensor) -> bool:
 
     Autocast to bfloat16 on the CPU is ours if we have the products: `mlp` computes in bfloat16, the rest in float32.
     """
-    if _native() is None or values.device.type != "cpu":
+    if _native() is None or not values.is_cpu:
         return True
-    ours = bfloat16_products() and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return _autocast(values) and not ours
+    return _autocast(values) and not (bfloat16_products() and torch.get_autocast_dtype("cpu") == torch.bfloat16)
 
 
 def _views(*tensors: Tensor | None) -> list[Any]:
@@ -777,61 +789,78 @@ class Packed:
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
-@contextmanager
-def weights_stay(packed: Packed | None = None) -> Iterator[None]:
+class weights_stay:  # noqa: N801  # a block, entered at every call of a server
     """Inside the block no weight of an MLP may change: each is rearranged for its products once, not once a call.
 
     For many small batches in a row. Results are the same. packed: of earlier blocks; if None, a new one.
     """
-    token = _packed.set(packed or Packed())
-    try:
-        yield
-    finally:
-        _packed.reset(token)
+
+    def __init__(self, packed: Packed | None = None) -> None:
+        self._own = packed or Packed()
+
+    def __enter__(self) -> None:
+        self._token = _packed.set(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        _packed.reset(self._token)
+
+
+How: TypeAlias = tuple[tuple[int, ...], list[int], Activation]
+
+
+def _empty_like(own: Tensor) -> Tensor:
+    return torch.empty_like(own) if own.numel() < KEPT_FLOATS else empty(*own.shape)
 
 
 class _MLP(torch.autograd.Function):
-    """The layers of an MLP on x [B, I], or of M of them, each on its own x [M, B, I]; `parameters` are weight [O, I]
-    and bias [O] in turn, all of one MLP before those of the next."""
+    """As `_mlp_forward`; `how` is x's shape there, the widths and `last`. Keeps what the layers hand on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
-        weights, biases = parameters[::2], parameters[1::2]
-        x, num_layers = x.detach().contiguous(), len(weights) // _num_members(x)
-        outputs = [empty(*x.shape[:-1], bias.shape[0]) for bias in biases[:num_layers]]
-        ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
-        for k, (own_x, *own) in enumerate(zip(*map(_members, (x, *outputs)), strict=True)):
-            layers = slice(k * num_layers, (k + 1) * num_layers)
-            views = *_views(own_x), _views(*weights[layers]), _views(*biases[layers]), last == "relu", _views(*own)
-            _native().mlp(*views, torch.get_num_threads(), *ctx.packed)
-        ctx.save_for_backward(x, *outputs, *weights)
-        ctx.last, ctx.num_layers = last, num_layers
-        return outputs[-1]
+    def forward(ctx: Any, x: Tensor, how: How, *parameters: Tensor) -> Tensor:
+        shape, widths, last = how
+        hidden = empty(shape[0] * shape[1] * (sum(widths) - widths[-1]))
+        out, ctx.packed = _mlp_forward(x, how, parameters, hidden.data_ptr())
+        ctx.save_for_backward(x, hidden, out if last == "relu" else x, *parameters[::2])
+        ctx.how = how
+        return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out = ctx.saved_tensors[: ctx.num_layers + 1]
-        weights = ctx.saved_tensors[ctx.num_layers + 1 :]
-        grad = torch.ops.aten.threshold_backward(grad, out, 0) if ctx.last == "relu" else grad.contiguous()
-        grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(w.shape[0]) for w in weights]
-        grad_inputs = [empty(*x.shape) if k or ctx.needs_input_grad[0] else None for k, x in enumerate(inputs)]
-        of_members = zip(*map(_members, (grad, *inputs, *grad_inputs)), strict=False)
-        for k, (own_grad, *own) in enumerate(of_members):
-            layers = slice(k * ctx.num_layers, (k + 1) * ctx.num_layers)
-            parts = own[: len(inputs)], weights[layers], grad_weights[layers], grad_biases[layers], own[len(inputs) :]
-            views = *_views(own_grad), *(_views(*part) for part in parts)
-            _native().mlp_backward(*views, torch.get_num_threads(), *ctx.packed)
-        return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
+        # Autograd is on in here only if somebody wants to differentiate again.
+        return (_once if torch.is_grad_enabled() else _mlp_backward)(ctx, grad)
 
 
-def _num_members(x: Tensor) -> int:
-    return x.shape[0] if x.dim() == 3 else 1
+def _mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x, hidden, out, *weights), (shape, widths, last) = ctx.saved_tensors, ctx.how
+    grad = torch.ops.aten.threshold_backward(grad, out, 0) if last == "relu" else grad.contiguous()
+    grad_x = _empty_like(x) if ctx.needs_input_grad[0] else None
+    grads = [own for weight in weights for own in (_empty_like(weight), torch.empty(weight.shape[0]))]
+    inputs = [own.data_ptr() for own in weights], x.data_ptr(), hidden.data_ptr(), grad.data_ptr()
+    outputs = [own.data_ptr() for own in grads], 0 if grad_x is None else grad_x.data_ptr()
+    _native().mlp_backward(shape, widths, *inputs, *outputs, torch.get_num_threads(), ctx.packed)
+    return grad_x, None, *grads
 
 
-def _members(x: Tensor | None) -> Iterable[Tensor | None]:
-    """Returns each of M matrices, or the one that there is; None for each if there is none."""
-    return repeat(None) if x is None else x.unbind(0) if x.dim() == 3 else (x,)
+_once = once_differentiable(_mlp_backward)
+
+
+def _mlp_forward(x: Tensor, how: How, parameters: Sequence[Tensor], hidden: int = 0) -> tuple[Tensor, Any]:
+    """The layers of an MLP on x [1, B, I], or of M of them, each on its own x [M, B, I]; and the packed weights if they
+    are kept. parameters: weight [O, I] and bias [O] in turn, all of one MLP before those of the next. hidden: where to
+    write what the layers hand on, or 0."""
+    shape, widths, last = how
+    packed = None if (own := _packed.get()) is None else own.keep(parameters[::2])
+    out, addresses = empty(*x.shape[:-1], widths[-1]), [parameter.data_ptr() for parameter in parameters]
+    outputs = hidden, out.data_ptr(), last == "relu"
+    _native().mlp(shape, widths, addresses, x.data_ptr(), *outputs, torch.get_num_threads(), packed)
+    return out, packed
+
+
+def _mlp(x: Tensor, how: How, parameters: list[Tensor]) -> Tensor:
+    """As `_mlp_forward`; autograd learns of it only if a gradient is wanted."""
+    if torch.is_grad_enabled() and (x.requires_grad or any(own.requires_grad for own in parameters)):
+        return _MLP.apply(x, how, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    return _mlp_forward(x, how, parameters)[0]
 
 
 class _BFloat16MLP(torch.autograd.Function):
@@ -844,9 +873,9 @@ class _BFloat16MLP(torch.autograd.Function):
         rows = -(-len(x_BI) // TILE_ROWS) * TILE_ROWS
         inputs = [empty(rows, -(-w.shape[1] // 2)).view(torch.int32) for w in weights]
         out_BO = empty(len(x_BI), len(biases[-1]))
-        ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
+        ctx.packed = None if (packed := _packed.get()) is None else packed.keep(weights)
         views = _views(x_BI)[0], _views(*weights), _views(*biases), last == "relu", _views(*inputs), *_views(out_BO)
-        _native().mlp_bf16(*views, torch.get_num_threads(), *ctx.packed)
+        _native().mlp_bf16(*views, torch.get_num_threads(), ctx.packed)
         ctx.save_for_backward(out_BO, *inputs, *weights)
         ctx.last = last
         return out_BO
@@ -860,7 +889,7 @@ class _BFloat16MLP(torch.autograd.Function):
         grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
         grad_x = empty(len(grad), weights[0].shape[1]) if ctx.needs_input_grad[0] else None
         views = *_views(grad), *(_views(*group) for group in (inputs, weights, grad_weights, grad_biases))
-        _native().mlp_bf16_backward(*views, *_views(grad_x), torch.get_num_threads(), *ctx.packed)
+        _native().mlp_bf16_backward(*views, *_views(grad_x), torch.get_num_threads(), ctx.packed)
         return grad_x, None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 
@@ -871,11 +900,12 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     torch's autocast to bfloat16, products are of bfloat16: our own if `bfloat16_products()`, else torch's.
     Raises ValueError if shapes or dtypes do not fit.
     """
-    _check_layers(x_BI, weights, biases)
+    parameters, widths = _layers(x_BI, weights, biases)
     if _left_to_torch(x_BI):
         return reference.mlp(x_BI, weights, biases, last=last)
-    function = _BFloat16MLP if _autocast(x_BI) else _MLP
-    return function.apply(x_BI.float(), last, *_in_turn(weights, biases))  # type: ignore[no-any-return, no-untyped-call]
+    if _autocast(x_BI):
+        return _BFloat16MLP.apply(x_BI.float(), last, *(own.float() for own in parameters))  # type: ignore[no-any-return, no-untyped-call]
+    return _mlp(x_BI.contiguous(), ((1, *x_BI.shape), widths, last), parameters)
 
 
 def mlps(
@@ -888,27 +918,29 @@ def mlps(
     if _left_to_torch(x_MBI) or _autocast(x_MBI):
         each = zip(x_MBI, weights, biases, strict=True)
         return torch.stack([mlp(x_BI, *layers, last=last) for x_BI, *layers in each])
-    for x_BI, *layers in zip(x_MBI, weights, biases, strict=True):
-        _check_layers(x_BI, *layers)
-    parameters = [own for layers in zip(weights, biases, strict=True) for own in _in_turn(*layers)]
-    return _MLP.apply(x_MBI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    each_layers = [_layers(x_MBI, *layers) for layers in zip(weights, biases, strict=True)]
+    parameters = [own for layers, _ in each_layers for own in layers]
+    return _mlp(x_MBI.contiguous(), (tuple(x_MBI.shape), each_layers[0][1], last), parameters)
 
 
-def _check_layers(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-    """Raises ValueError if shapes or dtypes of an MLP do not fit."""
-    width, autocast = x_BI.shape[-1], _autocast(x_BI)
-    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        narrow = not (x_BI.dtype == weight.dtype == bias.dtype == torch.float32 or autocast)
-        if weight.shape != (bias.shape[0], width) or narrow:
+def _layers(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Returns weights and biases of an MLP in turn, contiguous, and the widths of its layers. Raises ValueError if
+    shapes or dtypes do not fit."""
+    width = x.shape[-1]
+    widths: list[int] = []
+    parameters: list[Tensor] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        outputs = bias.shape[0]
+        narrow = not x.dtype == weight.dtype == bias.dtype == torch.float32 and not _autocast(x)
+        if weight.shape != (outputs, width) or narrow:
             raise ValueError(
-                f"layer {k}: inputs are {x_BI.dtype} of width {width}, weight {weight.dtype} {tuple(weight.shape)}, "
-                f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
+                f"layer {len(widths)}: inputs are {x.dtype} of width {width}, weight {weight.dtype} "
+                f"{tuple(weight.shape)}, bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
             )
-        width = bias.shape[0]
-
-
-def _in_turn(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    return [p.float().contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
+        width = outputs
+        widths.append(width)
+        parameters += (weight, bias) if weight.is_contiguous() else (weight.contiguous(), bias.contiguous())
+    return parameters, widths
 
 
 def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from hotrow.base.files import (
 )
 from hotrow.base.files import crc32 as crc32_of
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
 from hotrow.parallel.agreement import CommonError, everyone, on_every_rank, on_first_rank
 from hotrow.parallel.communicator import Communicator
@@ -204,6 +205,7 @@ def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, anew: bo
             _load_chains(path, manifest, name, part, there, grown=anew)
         else:
             read_tensors(path / f"{name}.safetensors", dict(part.state_dict()))
+            ops.flush_denormals(part.parameters())
 
 
 def _begin_with(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, grown: bool) -> set[tuple[str, str]]:

@@ -72,6 +72,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
         parts.exchange.finish()  # the dense gradients of other ranks arrive while rows are updated
     clock.lap("update")
     parts.dense_optimizer.step()
+    ops.flush_denormals(own for group in parts.dense_optimizer.param_groups for own in group["params"])
     clock.lap("dense")
     return loss
 

@@ -59,7 +59,7 @@ from hotrow.data.prepare.fit import (
     with_statistics,
 )
 from hotrow.data.prepare.lag import Lagged
-from hotrow.data.prepare.rows import CURE, Ingested, Rows, ingest
+from hotrow.data.prepare.rows import CURE, Ingested, Rows, ingest, may_go_on
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.prepare.statistics import Statistics, num_folds
 from hotrow.data.prepare.workfolder import COUNTS, ROWS, STATE, WorkFolder
@@ -246,13 +246,16 @@ class Stages:
 
     @contextmanager
     def cleaning(self) -> Iterator[None]:
-        """Removes what was made after an error in the data, if no stage was finished."""
+        """Removes what was made after an error in the data, if there is nothing in it to continue from."""
         kept = f"What was finished is kept in {self.work.folder}."
         try:
             with explain_full_disk(self.work.out, "preparing", kept):
                 yield
         except ValueError:
-            if self.work.results.tables is None:
+            if may_go_on(self._rows_folder):
+                where = self._rows_folder
+                self._say(f"what was read is kept in {where}: the same command, also with --skip-bad-rows, continues")
+            elif self.work.results.tables is None:
                 remove(self._rows_folder)
                 self.work.abandon()
             raise
@@ -482,7 +485,7 @@ class Stages:
 
     def _say_left_out(self) -> None:
         known = self._known
-        if num_rows := known.num_skipped:
+        if num_rows := known.position.num_skipped:
             lines = [f"skipped {num_rows:,} bad rows" + (", for example:" if known.examples else ""), *known.examples]
             self._say("\n  ".join(lines))
         for line in known.cells.lines():
@@ -494,7 +497,7 @@ class Stages:
         known = self._known
         told = {LEAK: list(self._opened.warnings), SCHEMA_GUESS: list(self._opened.choices)}
         notes = {code: texts for code, texts in told.items() if texts}
-        skipped = known.num_skipped + known.cells.rows_left_out
+        skipped = known.position.num_skipped + known.cells.rows_left_out
         counts = {"rows_read": known.num_rows, "rows_skipped": skipped, **known.cells.summary()}
         kept = {"notes": notes, "left_out": dict(self._opened.left_out), "hours": self.work.results.hours}
         return counts | {name: value for name, value in kept.items() if value}

@@ -1,6 +1,6 @@
 """The rows of a source, read once: parts on disk, from which every later stage reads.
 
-    rows = ingest(opened, folder, ...)                     # at once if they were read before
+    rows = ingest(opened, folder, ...)                     # continues behind the last whole part
     for chunk, numbers in rows.chunks(first=0): ...        # from any row on
 
     known = known.merged(ingest(opened, folder / "1", file=1, ...).known, "1")       # of files, read on many machines
@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import field, replace
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -39,6 +39,7 @@ from hotrow.data.chunk import (
     Chunk,
     Keys,
     NoRowsError,
+    Position,
     SourceInfo,
     keys_from_arrow,
     keys_to_arrow,
@@ -78,13 +79,15 @@ class Part:
 
 @record(frozen=True, config=STRICT)
 class Ingested:
-    """The content of rows.json: what was read, when all of it was."""
+    """The content of rows.json: what was read, and how far."""
 
     identity: dict[str, JsonValue]
-    """What decides the rows."""
+    """What decides the rows; other rows are not continued."""
     parts: tuple[Part, ...]
+    position: Position = field(default_factory=Position)
+    """Where the source goes on."""
     num_rows: Count = 0
-    """Rows of the source, also those that a sample leaves out."""
+    """Rows of the source so far, also those that a sample leaves out."""
     rows_of_files: tuple[Count, ...] = ()
     """The same by file."""
     last_time: int | None = None
@@ -92,10 +95,9 @@ class Ingested:
     is_rising: bool = True
     """Whether times come in order."""
     cells: CellCounts = field(default_factory=CellCounts)
-    num_skipped: Count = 0
-    """Bad rows that were skipped."""
     examples: tuple[str, ...] = ()
-    """Errors of a few of them."""
+    """Errors of a few of the bad rows that were skipped."""
+    is_whole: bool = False
 
     def merged(self, later: Ingested, folder: str) -> Ingested:
         """What is known of these rows and those of later files, which were read into a folder in this one's."""
@@ -104,11 +106,11 @@ class Ingested:
         return replace(
             self,
             parts=(*self.parts, *moved),
+            position=Position(num_skipped=self.position.num_skipped + later.position.num_skipped),
             num_rows=self.num_rows + later.num_rows,
             rows_of_files=tuple(map(sum, rows)),
             last_time=max((k.last_time for k in (self, later) if k.last_time is not None), default=None),
             cells=self.cells.merged(later.cells),
-            num_skipped=self.num_skipped + later.num_skipped,
             examples=self.examples + later.examples,
         )
 
@@ -226,7 +228,7 @@ def ingest(
 ) -> Rows:
     """Reads the first `rows` rows of a source, all if None, or a `sample` of them, into parts in `folder`.
 
-    Rows that an earlier call has stored are taken as they are; other files in the folder are removed. by_time: rows are
+    Parts of an earlier call that was interrupted are continued; those of other rows are removed. by_time: rows are
     stored in the order of time. memory_bytes: what sorting may take. file: reads this file of the source alone, all of
     it. beside_bytes: what the dataset takes beside its rows. check_stop: is called between chunks, and may raise.
     report: takes the number of rows read so far. say: takes lines for the user.
@@ -235,55 +237,67 @@ def ingest(
     """
     source, schema = opened.source, opened.schema
     identity = _identity(opened, info, rows=rows, sample=sample, by_time=by_time, file=file)
-    with suppress(FileNotFoundError):
-        known = _DOCUMENT.read(folder / RECORD)
-        if known.identity == identity:
-            return Rows(folder, schema, known)
-    remove(folder)
-    make_folder(folder)
-    known = Ingested(identity, ())
-    with (
-        closing(_Writer(folder, run_bytes=memory_bytes // COPIES if by_time else None)) as writer,
-        closing(source.chunks(file, rows_per_chunk=rows_per_chunk)) as chunks,
-    ):
+    known = _known(folder, identity)
+    if known.is_whole:
+        return Rows(folder, schema, known)
+    if known.parts:
+        say(f"{known.num_rows:,} rows were read before; reading goes on behind them")
+    run_bytes = memory_bytes // COPIES if by_time else None
+    writer = _Writer(folder, len(known.parts), run_bytes=run_bytes)
 
-        def with_part(known: Ingested) -> Ingested:
-            part = writer.finish()
-            known = known if part is None else replace(known, parts=(*known.parts, part))
-            if len(known.parts) == 1:
-                _check_disk(folder, known, min(info.num_rows, rows or info.num_rows), beside_bytes, say)
-            return known
+    def save(known: Ingested) -> Ingested:
+        """Records the part that was written last, and its rows."""
+        part = writer.finish()
+        known = replace(known, parts=(*known.parts, part)) if part is not None else known
+        if len(known.parts) == 1:
+            _check_disk(folder, known, min(info.num_rows, rows or info.num_rows), beside_bytes, say)
+        known = replace(known, examples=tuple(source.skipped.examples or known.examples))
+        _DOCUMENT.write(folder / RECORD, known)
+        return known
 
-        for chunk in chunks:
+    kept = known
+    with ExitStack() as stack:
+        stack.callback(writer.abort)
+        begin, stop = (None, None) if file is None else (Position(file), file + 1)
+        start = known.position if known.num_rows else begin
+        for chunk in stack.enter_context(closing(source.chunks(start, stop=stop, rows_per_chunk=rows_per_chunk))):
             check_stop()
-            chunk = _first(chunk, None if rows is None else rows - known.num_rows)
-            numbers = np.arange(known.num_rows, known.num_rows + chunk.num_rows)
-            after = _counted(known, chunk)
+            chunk = _first(chunk, None if rows is None else rows - kept.num_rows)
+            numbers = np.arange(kept.num_rows, kept.num_rows + chunk.num_rows)
+            after = _counted(kept, chunk)
             if sample < 1:
                 mask = sample_mask(schema.split.seed, numbers, fraction=sample)
                 chunk, numbers = select_rows(chunk, mask), numbers[mask]
+            after = replace(after, cells=kept.cells.with_chunk(chunk, schema.dense_names))
             is_plain = sample == 1 and not by_time
             while not writer.add(chunk, None if is_plain else numbers):
-                known = with_part(known)
-            cells = known.cells.with_chunk(chunk, schema.dense_names)
-            known = replace(after, parts=known.parts, cells=cells)
+                kept = save(kept)
+            kept = after
             if writer.is_full:
-                known = with_part(known)
-            report(known.num_rows)
-            if known.num_rows == rows:
+                kept = save(kept)
+            report(kept.num_rows)
+            if kept.num_rows == rows:
                 break
-        known = with_part(known)
-    known = replace(known, num_skipped=source.skipped.num_rows, examples=tuple(source.skipped.examples))
-    if not known.num_rows and file is None:
-        if num_bad := known.num_skipped:
+        position = replace(kept.position, num_skipped=max(kept.position.num_skipped, source.skipped.num_rows))
+        kept = save(replace(kept, position=position))
+    if not kept.num_rows and file is None:
+        if num_bad := position.num_skipped:
             raise ValueError(f"{info.files[0].path} has no good row, and {num_bad:,} bad ones; see what changed in it")
         raise NoRowsError(f"{info.files[0].path} has no rows; there is nothing to prepare")
-    found = Rows(folder, schema, known)
-    if by_time and not known.is_rising:
+    if by_time and not kept.is_rising:
         say("the rows do not come in the order of time: they were sorted by it, as `statistics` need it")
-        found = _merged(found, check_stop)
-    _DOCUMENT.write(folder / RECORD, found.known)
-    return found
+        kept = _merged(Rows(folder, schema, kept), check_stop)
+    kept = replace(kept, is_whole=True)
+    _DOCUMENT.write(folder / RECORD, kept)
+    return Rows(folder, schema, kept)
+
+
+def may_go_on(folder: Path) -> bool:
+    """Whether reading that stopped within a source can go on behind a part in `folder`."""
+    try:
+        return not _DOCUMENT.read(folder / RECORD).is_whole
+    except (OSError, ValueError):
+        return False
 
 
 def _identity(
@@ -303,6 +317,17 @@ def _identity(
     }
 
 
+def _known(folder: Path, identity: dict[str, Any]) -> Ingested:
+    """What an earlier call has left of the same rows; files of others are removed."""
+    with suppress(FileNotFoundError):
+        found = _DOCUMENT.read(folder / RECORD)
+        if found.identity == identity:
+            return found
+    remove(folder)
+    make_folder(folder)
+    return Ingested(identity, ())
+
+
 def _first(chunk: Chunk, num_rows: int | None) -> Chunk:
     """The first rows of a chunk."""
     if num_rows is None or chunk.num_rows <= num_rows:
@@ -312,15 +337,17 @@ def _first(chunk: Chunk, num_rows: int | None) -> Chunk:
 
 def _counted(known: Ingested, chunk: Chunk) -> Ingested:
     """What is known with the rows of one more chunk."""
-    rows = list(known.rows_of_files)
-    rows += [0] * (chunk.file_index + 1 - len(rows))
-    rows[chunk.file_index] += chunk.num_rows
+    position, rows = chunk.position, list(known.rows_of_files)
+    file = position.file_index - (position.offset == 0)  # behind a whole file, the place of the next one
+    rows += [0] * (file + 1 - len(rows))
+    rows[file] += chunk.num_rows
     last, rises = known.last_time, known.is_rising
     if chunk.time is not None and chunk.num_rows:
         rises &= bool((last is None or last <= chunk.time[0]) and (chunk.time[1:] >= chunk.time[:-1]).all())
         last = int(chunk.time.max()) if last is None else max(last, int(chunk.time.max()))
     return replace(
         known,
+        position=position,
         num_rows=known.num_rows + chunk.num_rows,
         rows_of_files=tuple(rows),
         last_time=last,
@@ -350,8 +377,8 @@ def _name(place: int, *, is_merged: bool = False) -> str:
 class _Writer:
     """Writes parts, one after the other: batch by batch, or, with `run_bytes`, sorted by time from memory."""
 
-    def __init__(self, folder: Path, *, run_bytes: int | None) -> None:
-        self._folder, self._place, self._run_bytes = folder, 0, run_bytes
+    def __init__(self, folder: Path, place: int, *, run_bytes: int | None) -> None:
+        self._folder, self._place, self._run_bytes = folder, place, run_bytes
         self._wide = set[str]()
         """Columns of ids that have exceeded uint32."""
         self._file: BinaryIO | None = None
@@ -391,7 +418,9 @@ class _Writer:
 
     def _write(self, rows: pa.RecordBatch | pa.Table) -> None:
         if self._file is None or self._stream is None:
-            self._file = open_private(self._path)
+            path = self._path
+            path.unlink(missing_ok=True)  # of a part that was not recorded
+            self._file = open_private(path)
             self._stream = pa.ipc.new_stream(self._file, rows.schema)
         self._stream.write(rows)
 
@@ -413,9 +442,11 @@ class _Writer:
         self._begin()
         return part
 
-    def close(self) -> None:
+    def abort(self) -> None:
+        """Removes an unfinished part."""
         if self._file is not None:
             self._file.close()
+            self._path.unlink(missing_ok=True)
 
 
 def _synced(file: BinaryIO) -> int:
@@ -485,7 +516,7 @@ def _chunk(batch: pa.RecordBatch, schema: Schema, entries: dict[str, tuple[pa.Ar
         for name, num in (("label", len(schema.labels)), ("dense", len(schema.dense)))
     )
     label = label[:, 0] if len(schema.labels) == 1 else label
-    return Chunk(len(batch), label, dense, KeyColumns(keys), **optional)
+    return Chunk(len(batch), label, dense, KeyColumns(keys), Position(), **optional)
 
 
 def _keys(array: pa.Array, name: str, entries: dict[str, tuple[pa.Array, Keys]]) -> Keys | CodedKeys:
@@ -519,19 +550,22 @@ def _read(folder: Path, part: Part, *, is_mapped: bool = False) -> Iterator[pa.R
         raise ValueError(f"{path} does not hold the rows that were read ({error}); {CURE}") from None
 
 
-def _merged(rows: Rows, check_stop: Callable[[], None]) -> Rows:
-    """Merges the sorted parts into new ones."""
+def _merged(rows: Rows, check_stop: Callable[[], None]) -> Ingested:
+    """Merges the sorted parts into new ones; the old ones go when the new ones are recorded."""
     folder, known, parts = rows.folder, rows.known, list[Part]()
     for spans in rows.cut(max(part.num_rows for part in known.parts), by_time=True):
         check_stop()
         path = folder / _name(len(parts), is_merged=True)
+        path.unlink(missing_ok=True)  # of a merge that was interrupted
         table, file = rows.sorted(spans), open_private(path)
         with pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
         parts.append(Part(path.name, len(table), _synced(file)))
+    found = replace(known, parts=tuple(parts), is_rising=True)
+    _DOCUMENT.write(folder / RECORD, found)
     for part in known.parts:
         (folder / part.file).unlink()
-    return Rows(folder, rows.schema, replace(known, parts=tuple(parts), is_rising=True))
+    return found
 
 
 def _by_time(table: pa.Table) -> pa.Table:

@@ -42,9 +42,11 @@ from hotrow.data.chunk import (
     KeyKind,
     Keys,
     OddCells,
+    Position,
     RowError,
     SkippedRows,
     SourceInfo,
+    file_starts,
     most_odd,
     some_keys,
 )
@@ -195,21 +197,33 @@ class ColumnsSource:
         except ValueError as error:
             raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
-    def chunks(self, file: int | None = None, *, rows_per_chunk: int = 65536) -> Generator[Chunk, None, None]:
-        """Yields the rows of one file, or of all, in chunks of at most `rows_per_chunk` rows of a file."""
-        self.skipped, self._num_odd = SkippedRows(), Counter()
-        files, reader = range(len(self._reader.files)) if file is None else [file], self._reader
-        chunks = self._read(files, rows_per_chunk)
+    def chunks(
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65536
+    ) -> Generator[Chunk, None, None]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before the file `stop`; a chunk never spans
+        files."""
+        start = start or Position()
+        self.skipped, self._num_odd = SkippedRows(start.num_skipped), Counter()
+        chunks, reader = self._read(start, stop, rows_per_chunk), self._reader
         # The one chunk of a small frame has nothing to be read beside.
         is_one = isinstance(reader, FrameReader) and reader.table.num_rows <= rows_per_chunk
         return chunks if is_one else prefetch(chunks)
 
-    def _read(self, files: Sequence[int], rows_per_chunk: int) -> Generator[Chunk, None, None]:
-        for file_index in files:
+    def _read(self, start: Position, stop: int | None, rows_per_chunk: int) -> Generator[Chunk, None, None]:
+        for file_index, first in file_starts(start, len(self._reader.files), stop):
             dictionaries = DictionaryReader(self.schema.missing)
             columns = tuple(dict.fromkeys(self._columns + self._keep))
-            for rows in self._reader.read(file_index, columns, rows_per_chunk):
+            for rows in self._reader.read(file_index, first, columns, rows_per_chunk):
+                if start == Position() and self._has_time and rows_per_chunk >= FIRST_ROWS and rows.batch.num_rows:
+                    self._keep_first_times(rows.batch)
                 yield self._convert(file_index, rows, dictionaries)
+
+    def _keep_first_times(self, batch: pa.RecordBatch) -> None:
+        """Takes the first times from the first rows, so that the file is not opened for them."""
+        assert self.schema.time is not None, "it has a time"
+        if "_first_times" not in self.__dict__:
+            column = self._columns.index(self.schema.time.column)
+            self._first_times = self._cells(batch.column(column).slice(0, FIRST_ROWS))
 
     def _wanted_columns(self) -> tuple[str, ...]:
         """Returns the columns to read. Raises ValueError naming one that no file has, and the nearest name."""
@@ -254,7 +268,7 @@ class ColumnsSource:
         """Returns the first cells of the time column, of the first file that has some; None if there is none."""
         assert self.schema.time is not None
         for file_index in range(len(self._reader.files)):
-            for rows in self._reader.read(file_index, [self.schema.time.column], FIRST_ROWS):
+            for rows in self._reader.read(file_index, 0, [self.schema.time.column], FIRST_ROWS):
                 if rows.batch.num_rows:
                     return self._cells(rows.batch.column(0))
         return None
@@ -296,9 +310,10 @@ class ColumnsSource:
                 parts, _ = self._columns_of({n: _filtered(own, kept) for n, own in stored.items()}, dictionaries)
             odd = tuple(found.of(kept) for found in odd)
         label, weight, time, dense, keys, unreadable = parts
+        position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
         kinds = [self._reader.schema.field(name) for name in self._keep]
         left = batch.select(list(self._keep)).cast(pa.schema(kinds)) if kinds else None
-        return Chunk(len(dense), label, dense, keys, file_index, time, odd, weight, unreadable, left)
+        return Chunk(len(dense), label, dense, keys, position, time, odd, weight, unreadable, left)
 
     def _odd_cells(self, fault: Fault, lines: NDArray[np.int64], file_index: int) -> OddCells:
         """Returns the odd cells of one column. Raises RowError if the column has more of them than may be odd."""

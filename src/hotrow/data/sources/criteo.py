@@ -32,9 +32,11 @@ from hotrow.data.chunk import (
     Chunk,
     KeyKind,
     Keys,
+    Position,
     RowError,
     SkippedRows,
     SourceInfo,
+    file_starts,
 )
 from hotrow.data.native import Fault, ParseResult, RowColumns, RowLayout, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
@@ -106,15 +108,20 @@ class CriteoSource:
         return SourceInfo(sum(rows), num_rows_exact=False, files=tuple(file.info for file in self.files))
 
     def chunks(
-        self, file: int | None = None, *, rows_per_chunk: int = 65536, depth: int = 1
+        self,
+        start: Position | None = None,
+        *,
+        stop: int | None = None,
+        rows_per_chunk: int = 65536,
+        depth: int = 1,
     ) -> Generator[Chunk, None, None]:
-        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file, of one file or of all.
+        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file, before the file `stop`.
 
         A thread parses the next `depth` chunks while the caller works; with 0 there is no thread.
         """
-        self.skipped = SkippedRows()
-        files = range(len(self.files)) if file is None else [file]
-        chunks = (chunk for index in files for chunk in self._read_file(index, self._layouts[index], rows_per_chunk))
+        start = start or Position()
+        self.skipped = SkippedRows(start.num_skipped)
+        chunks = self._read(start, stop, rows_per_chunk)
         return prefetch(chunks, depth=depth) if depth else chunks
 
     @cached_property
@@ -124,11 +131,19 @@ class CriteoSource:
             return [replace(layout, rows=layout.rows.without_label()) for layout in layouts]
         return layouts
 
-    def _read_file(self, index: int, found: _FileLayout, rows_per_chunk: int) -> Iterator[Chunk]:
-        file, layout, line, row = self.files[index], found.rows, found.num_lines, 0
+    def _read(self, start: Position, stop: int | None, rows_per_chunk: int) -> Generator[Chunk, None, None]:
+        for index, _ in file_starts(start, len(self.files), stop):
+            layout = self._layouts[index]
+            position = start if index == start.file_index else Position(index)
+            if position.offset == 0:
+                position = replace(position, offset=layout.num_bytes, num_lines=layout.num_lines)
+            yield from self._read_file(position, layout.rows, rows_per_chunk)
+
+    def _read_file(self, start: Position, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
+        file, line, row = self.files[start.file_index], start.num_lines, 0
         columns, mended = RowColumns.empty(layout, rows_per_chunk), list[tuple[int, int]]()
-        with ByteStream(file) as stream, _TwoParsers(layout, rows_per_chunk) as parse:
-            for text in _line_blocks(stream, self._buffer_bytes, found.num_bytes):
+        with ByteStream(file, start.offset) as stream, _TwoParsers(layout, rows_per_chunk) as parse:
+            for offset, text in _line_blocks(stream, self._buffer_bytes):
                 if len(text) == 0:
                     reason = f"the line is longer than {self._buffer_bytes:,} bytes; check that the file is a click log"
                     raise RowError(file=file.name, line=line + 1, reason=reason)
@@ -139,17 +154,20 @@ class CriteoSource:
                     if result.fault is not None:
                         raw = _first_line(text[at:])
                         at, line = at + len(raw), line + 1
-                        fault = _mend(raw, layout, columns, row, lenient=self._values == "any")
-                        if isinstance(fault, list):
-                            mended += [(row, column) for column in fault]
+                        found = _mend(raw, layout, columns, row, lenient=self._values == "any")
+                        if isinstance(found, list):
+                            mended += [(row, column) for column in found]
                             row += 1
                         else:
-                            self._skip(_row_error(file, line, raw, layout, fault))
+                            self._skip(_row_error(file, line, raw, layout, found))
                     if row == rows_per_chunk:
-                        yield _chunk(columns, row, layout, index, mended)
+                        end = min(offset + at, stream.offset)
+                        after = Position(start.file_index, end, line, self.skipped.num_rows)
+                        yield _chunk(columns, row, layout, after, mended)
                         columns, row, mended = RowColumns.empty(layout, rows_per_chunk), 0, []
         if row:
-            yield _chunk(columns, row, layout, index, mended)
+            after = Position(start.file_index + 1, num_skipped=self.skipped.num_rows)
+            yield _chunk(columns, row, layout, after, mended)
 
     def _skip(self, error: RowError) -> None:
         """Counts a bad row, or raises its error if no more may be skipped."""
@@ -202,7 +220,7 @@ class _TwoParsers:
 
 
 def _chunk(
-    columns: RowColumns, num_rows: int, layout: RowLayout, file_index: int, mended: Sequence[tuple[int, int]]
+    columns: RowColumns, num_rows: int, layout: RowLayout, position: Position, mended: Sequence[tuple[int, int]]
 ) -> Chunk:
     """Returns the first rows of `columns`. mended: rows and columns of values that could not be read."""
     unreadable = Counter(layout.column_names[column] for _, column in mended)
@@ -211,7 +229,7 @@ def _chunk(
         valid = columns.valid[c, :num_rows]
         keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid)
     label = columns.label[:num_rows] if layout.has_label else None
-    return Chunk(num_rows, label, columns.dense[:num_rows], keys, file_index, unreadable=unreadable)
+    return Chunk(num_rows, label, columns.dense[:num_rows], keys, position, unreadable=unreadable)
 
 
 def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int, *, lenient: bool) -> list[int] | ParseResult:
@@ -244,27 +262,27 @@ def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int, *, lenie
         fields[column] = read.encode()
 
 
-def _line_blocks(stream: ByteStream, num_bytes: int, head_bytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Yields whole lines behind `head_bytes`, the last with a newline too; the next text reuses the array.
+def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yields `(decompressed offset, text)`: whole lines, the text ends with a newline; the next text reuses the array.
 
     A line longer than num_bytes gives an empty text, which is the last.
     """
     buffer = bytearray(num_bytes + 1)  # one more for the newline that the last line may lack
     array, kept = np.frombuffer(buffer, np.uint8), 0
     while True:
+        offset = stream.offset - kept
         filled = kept + stream.readinto(memoryview(buffer)[kept:num_bytes])
         if filled < num_bytes:  # the end of the file
             if filled and buffer[filled - 1] != 0x0A:
                 buffer[filled] = 0x0A
                 filled += 1
             if filled:
-                yield array[head_bytes:filled]
+                yield offset, array[:filled]
             return
         end = buffer.rfind(b"\n", 0, filled) + 1
-        yield array[head_bytes if end else 0 : end]
+        yield offset, array[:end]
         if end == 0:
             return
-        head_bytes = 0
         kept = filled - end
         buffer[:kept] = buffer[end:filled]
 

@@ -299,12 +299,12 @@ class _Summed(io.RawIOBase):
 
 
 class ByteStream:
-    """The decompressed bytes of a file.
+    """The decompressed bytes of a file from `offset` on.
 
     Raises ValueError naming the file and the decompressed byte if the data is truncated or damaged.
     """
 
-    def __init__(self, file: InputFile) -> None:
+    def __init__(self, file: InputFile, offset: int = 0) -> None:
         self.file, self.offset = file, 0
         """`offset`: decompressed bytes read so far."""
         try:
@@ -315,6 +315,7 @@ class ByteStream:
             raise ValueError(f"{file.name}: cannot be read: {error}") from None
         is_plain = self.codec is None
         self._stream = self._raw if is_plain else pa.CompressedInputStream(pa.PythonFile(self._raw, "r"), self.codec)
+        self._skip_to(offset)
 
     def readinto(self, buffer: memoryview) -> int:
         """Fills `buffer` as far as there is data; returns the number of bytes, 0 at the end."""
@@ -347,6 +348,15 @@ class ByteStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _skip_to(self, offset: int) -> None:
+        if self.codec is None:
+            self._raw.seek(min(offset, self._raw.size()))
+            self.offset = self._raw.tell()
+            return
+        scratch = memoryview(bytearray(min(offset, DISCARD_BYTES)))
+        while self.offset < offset and self.readinto(scratch[: offset - self.offset]):
+            pass
 
 
 def prefetch(items: Iterator[T], *, depth: int = 1) -> Generator[T, None, None]:

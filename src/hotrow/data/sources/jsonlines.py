@@ -97,7 +97,7 @@ class JsonReader:
         batch = pa.RecordBatch.from_arrays(arrays, names=[*read])
         batch = with_partition(batch, file, [*read, *self._partition_types], self._partition_types)
         mixed = {name: own for name, own in read.items() if isinstance(own, list)}
-        return Rows(batch, np.array(lines, dtype=np.int64), tuple(bad), mixed)
+        return Rows(batch, np.array(lines, dtype=np.int64), block[-1][0], tuple(bad), mixed)
 
     def line_of(self, file_index: int, record: int) -> int:
         return record

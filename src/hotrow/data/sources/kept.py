@@ -36,6 +36,7 @@ class _Block:
     begin: int
     stop: int
     num_rows: int
+    end: int
     bad: tuple[RowError, ...]
 
 
@@ -71,20 +72,27 @@ class KeptReader(TableReader):
     def line_of(self, file_index: int, record: int) -> int:
         return self.inner.line_of(file_index, record)
 
-    def read(self, file_index: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        header_lines = self.inner.header_lines
         for block in self._blocks[file_index]:
+            if block.end <= first:
+                continue
             batch, lines, mixed = self._read(block, columns)
-            bad = block.bad
-            for start in range(0, len(batch), rows_per_batch) or ([0] if bad else []):
+            keep = int(np.searchsorted(lines, first + header_lines, side="right"))
+            batch, lines = batch.slice(keep), lines[keep:]
+            bad = [error for error in block.bad if error.line > first + header_lines]
+            starts = range(0, len(batch), rows_per_batch) or ([0] if bad else [])
+            for start in starts:
                 part = lines[start : start + rows_per_batch]
                 is_last = start + rows_per_batch >= len(batch)
-                own = bad if is_last else tuple(error for error in bad if error.line <= part[-1])
+                end = block.end if is_last else int(part[-1]) - header_lines
+                own = bad if is_last else [error for error in bad if error.line <= part[-1]]
                 bad = bad[len(own) :]
                 values = {
-                    name: json.loads(f"[{','.join(each.slice(start, len(part)).to_pylist())}]")
+                    name: json.loads(f"[{','.join(each.slice(keep + start, len(part)).to_pylist())}]")
                     for name, each in mixed.items()
                 }
-                yield Rows(batch.slice(start, rows_per_batch), part, own, values)
+                yield Rows(batch.slice(start, rows_per_batch), part, end, tuple(own), values)
 
     def some(self, file_index: int, first: int, num_rows: int) -> pa.Table:
         """`num_rows` rows of a file after the first ones, with all columns."""
@@ -120,7 +128,7 @@ def _written(rows: Rows, file: Any) -> _Block:
         batch = batch.append_column(MIXED + name, pa.array(map(json.dumps, values)))
     with pa.ipc.new_stream(file, batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
         stream.write_batch(batch)
-    return _Block(begin, file.tell(), len(rows.batch), rows.bad)
+    return _Block(begin, file.tell(), len(rows.batch), rows.end, rows.bad)
 
 
 def _mapped(file: Any) -> pa.Buffer:

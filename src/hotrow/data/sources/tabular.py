@@ -1,6 +1,6 @@
 """Reads tables as streams of Arrow record batches: files of columns, delimited text files, frames in memory.
 
-A reader knows its files and the type of each column, and yields the rows of a file. It does not know
+A reader knows its files and the type of each column, and yields the rows of a file from any row on. It does not know
 what the columns mean; `columns.py` does.
 """
 
@@ -47,8 +47,10 @@ class Rows:
     batch: pa.RecordBatch
     lines: np.ndarray[Any, np.dtype[np.int64]]
     """[num_rows] 1-based number of each row in its file; in text the header counts (`TextReader.line_of`)."""
+    end: int
+    """Position after these rows: rows of the file consumed, bad lines included."""
     bad: tuple[RowError, ...] = ()
-    """Lines before the end of these rows that could not be split into columns."""
+    """Lines before `end` that could not be split into columns."""
     mixed: Mapping[str, list[Any]] = field(default_factory=dict)
     """Columns of values of several types, as rows to score may have; `batch` has text for them."""
 
@@ -76,8 +78,8 @@ class TableReader:
         """Returns the number of rows, and whether it is exact; else it is estimated from the first lines of files."""
         return sum(map(estimate_lines, self._files)), False
 
-    def read(self, file_index: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """Yields the rows of one file.
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """Yields the rows of one file after position `first`, which counts bad ones too.
 
         Raises ValueError naming the file if it cannot be read.
         """
@@ -122,12 +124,11 @@ class FrameReader(TableReader):
     def count_rows(self) -> tuple[int, bool]:
         return self.table.num_rows, True
 
-    def read(self, file_index: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        first = 0
-        for batch in self.table.select(list(columns)).to_batches(max_chunksize=rows_per_batch):
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
             end = first + len(batch)
             mixed = {name: own[first:end] for name, own in self._mixed.items() if name in columns}
-            yield Rows(batch, np.arange(first + 1, end + 1), mixed=mixed)
+            yield Rows(batch, np.arange(first + 1, end + 1), end, mixed=mixed)
             first = end
 
 
@@ -242,19 +243,26 @@ class ColumnarReader(TableReader):
         """Returns the exact number of rows, from the files' footers."""
         return sum(sum(self._opened(i).sizes) for i in range(len(self._files))), True
 
-    def read(self, file_index: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """Yields the rows of one file after position `first`."""
         absent = {*self._partition_types, *self.lacking.get(self.files[file_index].path, ())}
         text = [c for c in columns if c not in absent and is_text(self.schema.field(c).type)]
         file, opened = self._files[file_index], self._opened(file_index, text_columns=text)
-        stored, row = [c for c in columns if c in opened.schema.names], 0
         with naming(file):
-            for batch in prefetch(opened.batches(0, stored)):
+            sizes = opened.sizes
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        group = int(np.searchsorted(starts, first, side="right")) - 1
+        row = int(starts[min(group, len(sizes))])
+        stored = [c for c in columns if c in opened.schema.names]
+        with naming(file):
+            for batch in prefetch(opened.batches(group, stored)):
                 kinds = {name: self.schema.field(name).type for name in columns} | self._partition_types
                 batch = self._as_in_others(with_partition(batch, file, columns, kinds))
-                for start in range(0, len(batch), rows_per_batch):
+                for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
-                    yield Rows(part, np.arange(row + 1, row + len(part) + 1))
-                    row += len(part)
+                    end = row + start + len(part)
+                    yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
+                row += len(batch)
 
     def _first_with(self, name: str) -> str:
         """The first file that has a column."""
@@ -412,21 +420,25 @@ class TextReader(TableReader):
 
     def read_all(self, file_index: int) -> Iterator[Rows]:
         """Yields the rows of one file with all columns that it has."""
-        return self.read(file_index, [*self._head(file_index).names, *self._partition_types], ROWS_AT_ONCE)
+        return self.read(file_index, 0, [*self._head(file_index).names, *self._partition_types], ROWS_AT_ONCE)
 
-    def read(self, file_index: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        """Yields the rows of one file after position `first`, which counts lines after the header."""
         file = self._files[file_index]
-        places = _LinePlaces(file.name, self.header_lines)
+        header_lines = self.header_lines
+        places = _LinePlaces(file.name, header_lines)
         with naming(file), file.open_stream() as stream:
             for block in self._blocks(stream, file_index, columns, places):
                 lines = places.lines_of(len(block))
-                block = with_partition(block, file, columns, self._partition_types)
+                keep = int(np.searchsorted(lines, first + header_lines, side="right"))
+                block, lines = with_partition(block, file, columns, self._partition_types).slice(keep), lines[keep:]
                 for start in range(0, len(block), rows_per_batch):
                     part = lines[start : start + rows_per_batch]
-                    yield Rows(block.slice(start, rows_per_batch), part, places.take_bad(int(part[-1])))
-            if bad := places.take_bad(None):
+                    bad = places.take_bad(int(part[-1]), after=first + header_lines)
+                    yield Rows(block.slice(start, rows_per_batch), part, int(part[-1]) - header_lines, bad)
+            if bad := places.take_bad(None, after=first + header_lines):
                 nothing = pa.RecordBatch.from_pylist([], pa.schema([(name, pa.string()) for name in columns]))
-                yield Rows(nothing, np.arange(0), bad)
+                yield Rows(nothing, np.arange(0), bad[-1].line - header_lines, bad)
 
     def line_of(self, file_index: int, record: int) -> int:
         """Returns the line on which a record of a file begins; both count from 1, the header included.
@@ -607,12 +619,12 @@ class _LinePlaces:
         self._num_rows += num_rows
         return rows + 1 + self._header_lines + np.searchsorted(np.array(self._rows_before), rows, side="right")
 
-    def take_bad(self, last_line: int | None) -> tuple[RowError, ...]:
-        """Errors not taken yet, of lines up to `last_line`; if None, to the end."""
+    def take_bad(self, last_line: int | None, *, after: int) -> tuple[RowError, ...]:
+        """Returns errors not taken yet, of lines after `after` up to `last_line`; if None, to the end."""
         start = self._num_taken
         while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
             self._num_taken += 1
-        return tuple(self._bad[start : self._num_taken])
+        return tuple(error for error in self._bad[start : self._num_taken] if error.line > after)
 
 
 def column_names(stored: Sequence[str]) -> list[str]:

@@ -114,5 +114,5 @@ class Training:
 
     def _cells(self, column: str) -> Iterator[pa.Array]:
         for index in range(len(self.reader.files)):
-            for rows in self.reader.read(index, [column], 1 << 20):
+            for rows in self.reader.read(index, 0, [column], 1 << 20):
                 yield without_missing(rows.batch.column(0), self.missing)

@@ -1,12 +1,15 @@
-// Stack distances as a Python class, and the sketch of hot rows as a function; see bindings_ops.cpp for the rules.
+// Stack distances as a Python class, the sketch of hot rows and the limit of arithmetic as functions: what only
+// benchmarks use. benchmarks/compiled.py compiles it.
 #include <algorithm>
 #include <stdexcept>
 
 #include "bindings.h"
-#include "hotrow/reuse.h"
-#include "hotrow/sketch.h"
+#include "reuse.h"
+#include "sketch.h"
 
 using namespace nb::literals;
+
+double multiply_adds_per_s(int num_threads);
 
 namespace {
 
@@ -43,7 +46,8 @@ void add_to_sketch(Array<uint64_t> slots, uint64_t seed, uint64_t first_key, uin
 
 }  // namespace
 
-void bind_reuse(nb::module_& m) {
+NB_MODULE(_yardsticks, m) {
+  m.def("multiply_adds_per_s", multiply_adds_per_s, nb::call_guard<nb::gil_scoped_release>());
   m.def("sketch_add", &add_to_sketch<int32_t>, "slots"_a.noconvert(), "seed"_a, "first_key"_a, "num_rows"_a,
         "ids"_a.noconvert());
   m.def("sketch_add", &add_to_sketch<int64_t>, "slots"_a.noconvert(), "seed"_a, "first_key"_a, "num_rows"_a,

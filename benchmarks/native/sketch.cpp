@@ -1,7 +1,7 @@
 // Finds the rows with most accesses in fixed memory; see sketch.h.
-#include "hotrow/sketch.h"
+#include "sketch.h"
 
-#include "hotrow/encode_hash.h"
+#include <hotrow/encode_hash.h>
 
 namespace hotrow {
 

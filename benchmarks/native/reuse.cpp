@@ -1,11 +1,11 @@
 // LRU stack distances; see reuse.h.
-#include "hotrow/reuse.h"
+#include "reuse.h"
+
+#include <hotrow/encode_hash.h>
 
 #include <algorithm>
 #include <bit>
 #include <stdexcept>
-
-#include "hotrow/encode_hash.h"
 
 namespace hotrow {
 

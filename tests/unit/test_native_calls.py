@@ -1,0 +1,96 @@
+"""The native module under callers' mistakes and without memory: an error that Python sees, never a lost output or the
+end of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotrow import KeyedJaggedTensor, TableConfig
+from hotrow.kernels import ops
+from hotrow.kernels.types import Layout, Rule
+
+pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+native: Any = ops._native()
+
+
+def test_outputs_that_would_be_copied_are_refused() -> None:
+    """nanobind copies an array of another layout or type, and what is written to the copy is lost."""
+
+    def strided(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+
+    calls = {
+        "fill_uniform": (7, 0, 1, 0, strided(4, 8), 1.0, 0, 1),
+        "fill_uniform_rows": (7, torch.arange(4), strided(4, 8), 1.0, 0, 1),
+        "split_halves": (torch.ones(4), strided(4, dtype=torch.int16), 1),
+        "split_sgd": ([torch.ones(4)], [strided(4, dtype=torch.int16)], [torch.ones(4)], 0.1, 0.0, 1),
+        "flush_denormals": ([strided(4)], 1),
+        "interact": (torch.ones(2, 4), torch.ones(2, 1, 4), strided(2, 5), 1),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            getattr(native, name)(*arguments)
+
+
+def test_rows_without_columns_are_no_division_by_zero() -> None:
+    ops.fill_uniform(torch.zeros(4, 0), key=7, bound=1.0)
+    native.fill_uniform_rows(7, torch.arange(4), torch.zeros(4, 0), 1.0, 0, 2)
+    layout = Layout.of([TableConfig(name="t", num_embeddings=9, embedding_dim=1, feature_names=("a",))])
+    arrays, kernels = ops.Arrays([torch.zeros(9, 0)]), ops.Kernels(layout)
+    batch, rule = KeyedJaggedTensor(["a"], torch.arange(9) % 3), Rule(algorithm="sgd", lr=0.1)
+    pending = [(kernels, batch, torch.zeros(9, 0))]
+    for parts in (None, (0, 4, 9)):
+        batch.parts = parts
+        native.update(1, arrays.native, [], ops._native_lookups(pending), [rule.numbers], 2)
+    with pytest.raises(ValueError, match="one or more"):
+        state: tuple[Any, ...] = ((0, 0, 0), (1, 1.0, 0, (0, 0, 1, 0), 1, 0), [], native.open_dram_store(4, 1, "t"))
+        native.make_caches().add(*state, [torch.zeros(0, 1)])
+
+
+NO_MEMORY = """
+import resource
+from pathlib import Path
+import torch
+from hotrow.kernels import ops, types
+torch.set_num_threads(2)
+ids = torch.randint(0, 1 << 20, (200_000,))
+spans, num_rows = [(t, t * 50_000, (t + 1) * 50_000) for t in range(4)], [1 << 20] * 4
+shares = types.Shares([0] * 4, [-1] * 4, 0, 200_000)  # a list of as many numbers is made for each table
+expected = ops.distinct_rows(ids, spans, num_rows, shares).rows
+tries = 0
+for extra in range(0, 64 << 20, 256 << 10):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
+    try:
+        found = ops.distinct_rows(ids, spans, num_rows, shares).rows
+        break
+    except MemoryError:
+        tries += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert (found == expected).all()
+print(tries)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
+def test_a_thread_without_memory_raises_in_the_caller() -> None:
+    """Counters and lists of a sort are made on the threads; a bad_alloc that left one would end the process."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5
