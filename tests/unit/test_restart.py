@@ -149,7 +149,7 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
     folder = SilentFolder.at(tmp_path / "run")
     with folder, folder.claimed():
-        folder.keep_vocabulary(tmp_path)
+        folder.keep_encoder(tmp_path)
         folder.write_config("a: 1\n")
         folder.warn("code", "text")
         folder.log("text")
@@ -170,7 +170,7 @@ def test_every_method_that_writes_is_silent() -> None:
         "facts",
         "commands",
         "checkpoints",
-        "vocabulary",
+        "encoder",
         "create",
         "begin",
         "open",

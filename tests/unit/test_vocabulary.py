@@ -218,7 +218,7 @@ def test_a_file_changed_after_opening_is_refused(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "v").read_bytes())
     raw[found.header.sections[2].offset] ^= 1
     (tmp_path / "v").write_bytes(raw)
-    with pytest.raises(ValueError, match="its section rows does not match its checksum"):
+    with pytest.raises(ValueError, match="its section rows .* does not match its checksum"):
         found.load()
 
 
