@@ -425,6 +425,7 @@ class _Slow(LoopPart):
 def slow_between_steps(comm: Communicator, raw: dict[str, Any]) -> None:
     slow = [] if comm.rank else [_Slow()]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "EVAL_BATCH_SIZE", EVAL_BATCH_SIZE)  # whatever each rank of the pool did before
         patch.setattr(runs, "parts_of", lambda training: [*slow, *parts_of(training)])
         runs.train(make_config(raw), quiet=True, comm=comm)
 
