@@ -1,12 +1,15 @@
-"""The native code that only benchmarks use (benchmarks/native), compiled for this machine at its first use."""
+"""Native code that only benchmarks use, compiled for this machine at its first use with CXX, or c++."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
+import shutil
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,19 @@ def native() -> Any:
     return module
 
 
+@functools.cache
+def compiled(source: str, *more_flags: str) -> ctypes.CDLL:
+    """The file `source` of this folder as a library."""
+    with tempfile.TemporaryDirectory(prefix="hotrow-compiled-") as folder:
+        return ctypes.CDLL(str(compile_into(Path(folder), source, *more_flags)))
+
+
+def compile_into(folder: Path, source: str, *more_flags: str) -> Path:
+    """The same as a file in `folder`."""
+    _run([Path(__file__).parent / source], folder / "library.so", [*more_flags])
+    return folder / "library.so"
+
+
 def _compile(target: Path, sources: list[Path]) -> None:
     try:
         import nanobind
@@ -38,8 +54,18 @@ def _compile(target: Path, sources: list[Path]) -> None:
     headers = [sysconfig.get_path("include"), nb / "include", nb / "ext/robin_map/include", ROOT / "native/include"]
     target.parent.mkdir(exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}")
-    flags = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi"]
     includes = [f"-I{path}" for path in (*headers, ROOT / "native")]
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *flags, *includes, *sources, nb / "src/nb_combined.cpp", "-o", partial], check=True)
+    flags = ["-fvisibility=hidden", "-Wno-psabi", *includes]
+    _run([*sources, nb / "src/nb_combined.cpp"], partial, flags)
     partial.replace(target)
+
+
+def _run(sources: list[Path], target: Path, flags: list[str]) -> None:
+    """Raises ValueError, with the reason, if there is no compiler or it refuses."""
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if not compiler:
+        raise ValueError("no C++ compiler is on the path: set CXX")
+    flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", *flags]
+    done = subprocess.run([compiler, *flags, *sources, "-o", target], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{compiler} does not compile {sources[0]}: {done.stderr.strip().splitlines()[-1]}")

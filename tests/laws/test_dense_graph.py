@@ -71,8 +71,8 @@ def config(data: Path, run: Path, *changes: str) -> Any:
     return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run)}, changes))
 
 
-@pytest.mark.slow_but("mean, early stopping")
-@pytest.mark.parametrize("kind", ["sgd", "adam, row-wise adagrad", "clipped", "mean, early stopping"])
+@pytest.mark.slow_but("early stopping")
+@pytest.mark.parametrize("kind", ["sgd", "adam, row-wise adagrad", "clipped", "early stopping"])
 def test_a_run_its_odd_batches_and_its_resumption(
     data: Path, tmp_path: Path, kind: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

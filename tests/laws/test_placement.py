@@ -86,7 +86,7 @@ def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[lis
 Truth = Callable[[list[str]], dict[str, Any]]
 
 
-@pytest.mark.slow_but("mean, early stopping", "split weights, bfloat16 layers", "float16 tables, ftrl")
+@pytest.mark.slow_but("split weights, bfloat16 layers", "float16 tables, ftrl")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_in_tiers_is_the_run_in_dram(data: Path, truth: Truth, tmp_path: Path, variant: str) -> None:
     changes = VARIANTS[variant]
@@ -125,7 +125,7 @@ def test_without_counts(uncounted: Path, truth: Truth, tmp_path: Path, variant: 
     assert run.record.memory["tables"]["t2"]["pinned"] == 0
 
 
-@pytest.mark.slow_but("sgd-in", "clipped-out", "mean, early stopping-about", "split tables, adam-in", "ftrl-about")
+@pytest.mark.slow_but("sgd-in", "clipped-out", "split tables, adam-in", "ftrl-about")
 @pytest.mark.parametrize(("variant", "move"), sampled(VARIANTS, ["out", "in", "about"], pairs=False))
 def test_stopped_and_resumed_elsewhere(
     data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, move: str

@@ -103,7 +103,6 @@ STOPS = {6: signal.SIGINT, 14: signal.SIGUSR1, -1: signal.SIGTERM}
 @pytest.mark.slow_but(
     "sgd-14",
     "adam, row-wise adagrad--1",
-    "mean, early stopping--1",
     "stored order--1",
     "float16 tables--1",
     "split weights, bfloat16 layers-14",
