@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,10 +268,9 @@ def test_check_reads_every_file_that_is_read_back(made: Path) -> None:
 
 
 def test_a_run_sealed_again_after_a_change_is_refused_or_read_alike(made: Path) -> None:
-    """As `python tests/mutate_sealed.py` does for many more."""
-    assert [fault for number in range(4) for fault in faults_of_case(7, number, Counter())] == []
+    assert [fault for number in range(4) for fault in faults_of_case(7, number)] == []
 
 
 @pytest.mark.slow
 def test_many_more_runs_sealed_again_are_refused_or_read_alike(made: Path) -> None:
-    assert [fault for number in range(500) for fault in faults_of_case(1, number, Counter())] == []
+    assert [fault for number in range(500) for fault in faults_of_case(1, number)] == []
