@@ -928,7 +928,8 @@ def option_case(rng: random.Random, world: World) -> Case:
     arguments = list(plain)
     if verb in ("prepare",) and rng.random() < 0.5:  # without a schema
         arguments = ["auto", "clicks.csv", "--label", "click", "--out", "case/out"]
-    places = [i for i, text in enumerate(plain) if not text.startswith("-") and (i == 0 or plain[i - 1][:2] != "--")]
+    given = [i for i, text in enumerate(plain) if not text.startswith("-") and (i == 0 or plain[i - 1][:2] != "--")]
+    places = given or [len(plain) - 1]
     if not known or rng.random() < 0.2:
         value = rng.choice(VALUES)
         arguments[rng.choice(places)] = value
