@@ -101,11 +101,7 @@ STOPS = {6: signal.SIGINT, 14: signal.SIGUSR1, -1: signal.SIGTERM}
 
 
 @pytest.mark.slow_but(
-    "sgd-14",
-    "adam, row-wise adagrad--1",
-    "stored order--1",
-    "float16 tables--1",
-    "split weights, bfloat16 layers-14",
+    "sgd-14", "adam, row-wise adagrad--1", "stored order--1", "float16 tables--1", "split weights, bfloat16 layers-14"
 )
 @pytest.mark.parametrize(("variant", "stop"), sampled(VARIANTS, STOPS, pairs=False))
 def test_interrupted_at_any_step(

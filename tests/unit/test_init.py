@@ -209,10 +209,7 @@ def test_what_is_a_header(tmp_path: Path, text: str, columns: list[str]) -> None
     assert [g.column for g in guess_columns(path).guesses] == columns
 
 
-LAYOUTS = {
-    "criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]),
-    "taobao": "1,2268318,2520377,pv,1511544070",
-}
+LAYOUTS = {"criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]), "taobao": "1,2268318,2520377,pv,1511544070"}
 
 
 @pytest.mark.parametrize("source", LAYOUTS)

@@ -8,12 +8,7 @@ import pytest
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.criteo import CriteoSource
-from hotrow.data.sources.registry import (
-    AVAZU_COLUMNS,
-    looks_like_avazu,
-    looks_like_taobao,
-    open_source,
-)
+from hotrow.data.sources.registry import AVAZU_COLUMNS, looks_like_avazu, looks_like_taobao, open_source
 from hotrow.data.sources.schema import parse_schema
 from raw_rows import read
 
