@@ -28,13 +28,8 @@ from hotrow.data.sources.schema import CategoricalSpec, parse_schema
 from hotrow.run.folder import RunFolder
 
 OPTIONS: dict[str, Any] = {
-    "batch_size": 64,
-    "embedding_dim": 4,
-    "bottom_mlp": [8],
-    "top_mlp": [8],
-    "threads": 1,
-    "refit": False,
-}
+    "batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "refit": False,
+}  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "label": "click",
     "categorical": [

@@ -271,12 +271,9 @@ def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:
 
 
 STARTS = {
-    "seconds": pa.timestamp("s"),
-    "millis": pa.timestamp("ms", "Asia/Kolkata"),
-    "micros": pa.timestamp("us"),
-    "nanos": pa.timestamp("ns", "UTC"),
-    "day": pa.date32(),
-}
+    "seconds": pa.timestamp("s"), "millis": pa.timestamp("ms", "Asia/Kolkata"), "micros": pa.timestamp("us"),
+    "nanos": pa.timestamp("ns", "UTC"), "day": pa.date32(),
+}  # fmt: skip
 
 
 def test_times_and_dates_are_unix_seconds(tmp_path: Path) -> None:

@@ -64,13 +64,9 @@ def as_frame(table: pa.Table, folder: Path) -> pa.Table:
 
 
 KINDS: dict[str, Callable[[pa.Table, Path], Any]] = {
-    "csv": as_csv,
-    "quoted csv": as_quoted_csv,
-    "jsonl": as_json,
-    "parquet": as_parquet,
-    "files": as_files,
+    "csv": as_csv, "quoted csv": as_quoted_csv, "jsonl": as_json, "parquet": as_parquet, "files": as_files,
     "frame": as_frame,
-}
+}  # fmt: skip
 
 
 def held_out(table: pa.Table, split: SplitSpec, rows: int = ROWS) -> np.ndarray[Any, np.dtype[np.bool_]]:

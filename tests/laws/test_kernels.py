@@ -211,13 +211,9 @@ def make_unlike_tables(seed: int) -> Case:
     """Tables that differ in everything a table may: rows, dim, storage, pooling, and how many features share them."""
     g = torch.Generator().manual_seed(seed)
     unlike = (
-        ("sum", "float32", 40, 16, 1),
-        ("mean", "float16", 9, 33, 2),
-        ("sum", "bfloat16", 300, 1, 1),
-        ("mean", "float32", 1, 64, 1),
-        ("sum", "float16", 25, 8, 3),
-        ("mean", "bfloat16", 7, 100, 2),
-    )
+        ("sum", "float32", 40, 16, 1), ("mean", "float16", 9, 33, 2), ("sum", "bfloat16", 300, 1, 1),
+        ("mean", "float32", 1, 64, 1), ("sum", "float16", 25, 8, 3), ("mean", "bfloat16", 7, 100, 2),
+    )  # fmt: skip
     configs, weights, low, values, lengths, names = [], [], [], [], [], []
     for t, (pooling, dtype, num_rows, dim, num_features) in enumerate(unlike):
         own = tuple(f"{t}.{f}" for f in range(num_features))

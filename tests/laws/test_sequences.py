@@ -68,12 +68,9 @@ def test_update_of_pooled_and_sequences_together(algorithm: Algorithm, dtype: Dt
 
     first, second = case.batches
     lookups = [
+        sequence(first), (case.layout, first, case.grads[0]), sequence(second), (case.layout, second, case.grads[1]),
         sequence(first),
-        (case.layout, first, case.grads[0]),
-        sequence(second),
-        (case.layout, second, case.grads[1]),
-        sequence(first),
-    ]
+    ]  # fmt: skip
     expected, expected_low = clones(case.weights), clones(case.low)
     expected_states = case.states(algorithm)
     reference.update(case.layout, expected, expected_states, lookups, rules(algorithm), low=expected_low)

@@ -241,14 +241,10 @@ def test_labels_outside_their_rule_are_named(array: pa.Array, spec: dict[str, An
 def test_dense_numbers_and_what_is_none() -> None:
     table = pa.table(
         {
-            "y": [0, 1],
-            "a": [1, 2],
-            "i": [3, None],
-            "d": [decimal.Decimal("1.5"), None],
-            "s": ["2", None],
+            "y": [0, 1], "a": [1, 2], "i": [3, None], "d": [decimal.Decimal("1.5"), None], "s": ["2", None],
             "b": [True, None],
         }
-    )
+    )  # fmt: skip
     dense = read(ColumnsSource(table, schema_of("a", dense=["i", "d", "s", "b"])))["dense"]
     assert dense[0] == [3, 1.5, 2, 1]
     assert np.isnan(dense[1]).all()

@@ -344,19 +344,8 @@ def test_against_the_published_rows(real_data: object) -> None:
 def test_against_float32_of_python() -> None:
     numbers = ["0", "-0", "7", "-3", "16777217", "123456789012345678", "9223372036854775807", "-9223372036854775808"]
     numbers += [
-        "1.0",
-        "-0.5",
-        ".5",
-        "5.",
-        "1e3",
-        "1E-3",
-        "2.5e+2",
-        "3.4028235e38",
-        "1e-50",
-        "1e-400",
-        "0.1",
-        "16777217.0",
-    ]
+        "1.0", "-0.5", ".5", "5.", "1e3", "1E-3", "2.5e+2", "3.4028235e38", "1e-50", "1e-400", "0.1", "16777217.0",
+    ]  # fmt: skip
     layout = native.RowLayout("\t", ignored_names=(), has_label=False, dense_names=("x",), category_names=("c",))
     for module in (NATIVE, reference):
         if module is None:

@@ -180,18 +180,9 @@ def test_comparisons_with_others_stay_out_of_the_package(path: Path) -> None:
 
 
 HEAVY = [
-    "tensorboard",
-    "torch.utils.tensorboard",
-    "plotly",
-    "sklearn",
-    "pandas",
-    "polars",
-    "pyarrow.dataset",
-    "jinja2",
-    "fbgemm_gpu",
-    "triton",
-    "optuna",
-]
+    "tensorboard", "torch.utils.tensorboard", "plotly", "sklearn", "pandas", "polars", "pyarrow.dataset", "jinja2",
+    "fbgemm_gpu", "triton", "optuna",
+]  # fmt: skip
 LEAN = """
 import os, sys, threading, torch
 threads, state, files = threading.active_count(), torch.get_rng_state(), set(os.listdir())

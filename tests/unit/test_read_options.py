@@ -29,19 +29,10 @@ from raw_rows import read
 N = 400
 SMALL = {"batch_size": 64, "epochs": 1, "embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1}
 TOLD: dict[str, Any] = {
-    "label": "click",
-    "objective": "squared_error",
-    "weight": "paid",
-    "time": "seen",
-    "time_format": "%d/%m/%Y",
-    "categorical": ["age"],
-    "dense": ["level"],
-    "lists": ["tags"],
-    "text": ["zip"],
-    "exclude": ["note"],
-    "null_values": ["-"],
-    "skip_bad_rows": 1,
-}
+    "label": "click", "objective": "squared_error", "weight": "paid", "time": "seen", "time_format": "%d/%m/%Y",
+    "categorical": ["age"], "dense": ["level"], "lists": ["tags"], "text": ["zip"], "exclude": ["note"],
+    "null_values": ["-"], "skip_bad_rows": 1,
+}  # fmt: skip
 """Every option, each with an effect on `logs`."""
 
 
@@ -53,14 +44,9 @@ def logs(tmp_path: Path) -> Path:
         rows.writerow(["click", "seen", "age", "level", "tags", "zip", "note", "item", "paid"])
         for i in range(N):
             numbers = [
-                i % 50,
-                i % 3,
-                "a|b" if i % 2 else "c",
-                f"{i % 40}",
-                f"n{i % 9}",
-                "-" if i % 5 else f"i{i % 7}",
+                i % 50, i % 3, "a|b" if i % 2 else "c", f"{i % 40}", f"n{i % 9}", "-" if i % 5 else f"i{i % 7}",
                 1 + i % 2,
-            ]
+            ]  # fmt: skip
             rows.writerow(["" if i == 7 else draw.integers(2), f"{1 + i // 40:02}/02/2024", *numbers])
     return tmp_path / "logs.csv"
 

@@ -74,13 +74,8 @@ def as_orc(table: pa.Table, path: Path) -> None:
 
 
 FORMATS: dict[str, Callable[[pa.Table, Path], None]] = {
-    "feather": as_feather,
-    "orc": as_orc,
-    "csv": as_csv,
-    "csv.gz": as_gzip,
-    "jsonl": as_json,
-    "parquet": as_parquet,
-}
+    "feather": as_feather, "orc": as_orc, "csv": as_csv, "csv.gz": as_gzip, "jsonl": as_json, "parquet": as_parquet,
+}  # fmt: skip
 
 
 def sample_of(data: object) -> Sample:

@@ -71,15 +71,10 @@ def test_sizes_that_are_none(tmp_path: Path, dram: Any) -> None:
 @pytest.mark.parametrize(
     "folders",
     [
-        {},
-        {"ssd": "a", "file": "b"},
-        {"ssd": ""},
-        {"file": ""},
-        {"ssd": "a", "file_bytes": 9},
-        {"file": "a", "file_bytes": 9},
-        {"ssd": "a", "file": "", "file_bytes": 9},
+        {}, {"ssd": "a", "file": "b"}, {"ssd": ""}, {"file": ""}, {"ssd": "a", "file_bytes": 9},
+        {"file": "a", "file_bytes": 9}, {"ssd": "a", "file": "", "file_bytes": 9},
     ],
-)
+)  # fmt: skip
 def test_one_folder_is_named_or_three_tiers(folders: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"ssd is .*, file is .* and file_bytes is .*; name exactly one folder, or"):
         Memory(dram="1GiB", **folders)  # type: ignore[arg-type]

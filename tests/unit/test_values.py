@@ -103,15 +103,10 @@ def test_numbers_as_people_write_them(cells: list[str], spec: dict[str, str], wa
 @pytest.mark.parametrize(
     ("cell", "spec"),
     [
-        ("1.234,5", {"thousands": ","}),
-        ("1,2345", {"thousands": ","}),
-        ("12", {"unit": "%"}),
-        ("€5", {"unit": "$"}),
-        ("1,234", {}),
-        ("$5", {}),
-        ("1 2", {"decimal": ","}),
+        ("1.234,5", {"thousands": ","}), ("1,2345", {"thousands": ","}), ("12", {"unit": "%"}), ("€5", {"unit": "$"}),
+        ("1,234", {}), ("$5", {}), ("1 2", {"decimal": ","}),
     ],
-)
+)  # fmt: skip
 def test_a_number_against_its_columns_rule_is_odd(cell: str, spec: dict[str, str]) -> None:
     frame = pa.table({"y": [0], "price": [cell], "item": ["i"], "code": ["1"]})
     with pytest.raises(RowError, match=rf"\(price\): {re.escape(repr(cell))} is not"):
