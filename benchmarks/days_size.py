@@ -1,9 +1,8 @@
 """Days at size: tables that grow by millions of rows, and a stream of the shape of Yambda in time order, in tiers.
 
 growth: a run trains a table of --rows ids in tiers, each looked up once, so that every row lies on disk. A day with
---new more ids starts from it, and in a third process a collection of as many rows grows where it is. Each takes --dram,
-which is compared with the memory that its process needs beyond what Python and its libraries take. That counts batches
-and mapped pages of the dataset too, which are not in the budget.
+--new more ids starts from it. Each takes --dram, which is compared with the memory that its process needs beyond what
+Python and its libraries take. That counts batches and mapped pages of the dataset too, which are not in the budget.
 
 stream: events over 301 days, made up, with an id in each of the eleven tables of MLPerf training v6.1's dlrm_v4 on
 Yambda-5b. Its tables have 293,051,712 rows of 512, 600 GB; here they have --scale of the rows and --dim columns. Which
@@ -24,9 +23,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 
-import hotrow
 from benchmarks.peak_memory import status_bytes
 from benchmarks.synthetic import opened
 from benchmarks.synthetic_config import SyntheticConfig, SyntheticDense, SyntheticTable
@@ -40,8 +37,6 @@ from hotrow.run import runs
 from hotrow.run.start import Start
 
 BATCH_SIZE = 2048
-LOOKED_UP = 100_000
-"""How many new rows a collection looks up once it has grown."""
 LIST = 128
 """How many ids a sample of `growth` has."""
 TABLES = {
@@ -148,25 +143,8 @@ def sustained(lines: list[dict[str, Any]]) -> float:
     return float((last["step"] - half["step"]) * BATCH_SIZE / (steps_s[1] - steps_s[0]))
 
 
-def grow(folder: Path, rows: int, new: int, dim: int, dram_bytes: int) -> dict[str, Any]:
-    """Grows a collection in this process, all of whose rows exist."""
-    table = hotrow.TableConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=("ids",))
-    before = status_bytes("VmRSS")
-    emb = hotrow.EmbeddingCollection([table], memory=hotrow.Memory(dram=dram_bytes, ssd=folder), seed=1)
-    optimizer = hotrow.RowWiseAdagrad(emb, lr=0.01)
-    emb.placement.write_every_row()
-    written, begun = written_bytes(), time.perf_counter()
-    emb.grow("t", rows + new)
-    found = {"start_s": time.perf_counter() - begun, "start_written_bytes": written_bytes() - written}
-    ids = torch.arange(rows, rows + min(new, LOOKED_UP))
-    emb(hotrow.KeyedJaggedTensor(("ids",), ids)).sum().backward()
-    optimizer.step()
-    emb.placement.close()
-    return {**found, "seconds": time.perf_counter() - begun, "grown_bytes": status_bytes("VmHWM") - before}
-
-
 def growth(folder: Path, rows: int, new: int, dim: int, dram: str) -> list[dict[str, Any]]:
-    """Returns the cells: the next day's run, and a collection that grows where it is."""
+    """Returns the cell of the next day's run."""
     dram_bytes = parse_bytes(dram)
     shared = {"rows": rows, "new": new, "dim": dim, "dram_bytes": dram_bytes, "table_bytes": 4 * dim * (rows + new)}
     memory = {"dram": dram_bytes, "ssd": str(folder / "rows")}
@@ -180,24 +158,20 @@ def growth(folder: Path, rows: int, new: int, dim: int, dram: str) -> list[dict[
     used = folder_bytes(folder)
     for name in ("run_1", "run_2", "day_1", "day_2"):
         shutil.rmtree(folder / name)
-    in_place = in_fresh_process(grow, folder / "rows", rows, new, dim, dram_bytes)
     return [
         {
             "name": "days_growth_next_day",
-            "what": "the next day's run",
             **shared,
             **second,
             "first": first,
             "disk_bytes": used,
-        },
-        {"name": "days_growth_in_place", "what": "a collection where it is", **shared, **in_place},
+        }
     ]
 
 
 def growth_row(cell: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a table shows of a cell, by column."""
     return {
-        "what grows": cell["what"],
         "rows": f"{cell['rows']:,}",
         "new rows": f"{cell['new']:,}",
         "bytes of the table": gigabytes(cell["table_bytes"]),

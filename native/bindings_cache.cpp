@@ -115,23 +115,6 @@ class Caches : public std::enable_shared_from_this<Caches> {
     caches_.push_back(std::move(cache));
   }
 
-  // Sleeps until no read is under way.
-  void grow(size_t table, int64_t num_rows, std::vector<Memory> arrays) {
-    require(table < caches_.size(), "no such table");
-    require(num_rows >= extent(arrays_[table][0], 0) && num_rows < 0x7FFFFFFF, "a table only grows, below 2^31 rows");
-    require(stores_[table]->num_rows() >= num_rows, "the store has fewer rows than the table");
-    Slots slots = slots_of(arrays, num_rows);
-    require(arrays.size() == arrays_[table].size() && stores_[table]->record_bytes() == slots.record_bytes(),
-            "the arrays' parts together are not as long as a record");
-    {
-      nb::gil_scoped_release release;
-      const std::lock_guard lock(mutex_);
-      for (const auto& ticket : under_way_) ticket->wait();
-      caches_[table]->grow(num_rows, std::move(slots));
-    }
-    arrays_[table] = std::move(arrays);
-  }
-
   // Lets the table begin with saved rows (saved_store.h). Returns the store that it has from then on, or none if a row
   // was written to before. files: descriptors, which the store closes, and their paths. links: (number of rows, ids,
   // parts of a record), ids and parts as (file, offset). Raises ValueError, with nothing changed, for wrong ids.
@@ -459,7 +442,6 @@ void bind_cache(nb::module_& m) {
   nb::class_<Caches>(m, "Caches")
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
       .def("add", &Caches::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
-      .def("grow", &Caches::grow, nb::arg(), nb::arg(), nb::arg().noconvert())
       .def("begin_with", &Caches::begin_with)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)

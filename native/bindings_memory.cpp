@@ -245,9 +245,6 @@ void bind_memory(nb::module_& m) {
           "flush", [](Store& store) { return guarded(store, [&] { return store.flush(); }); },
           nb::call_guard<nb::gil_scoped_release>())
       .def("fail", &Store::fail)
-      .def(
-          "grow", [](Store& store, int64_t num_rows) { return guarded(store, [&] { return store.grow(num_rows); }); },
-          nb::call_guard<nb::gil_scoped_release>())
       .def("failure", [](const Store& store) { return store.failure() ? store.failure()->what : std::string(); })
       .def("counters", counters_of)
       .def("record_bytes", &Store::record_bytes)

@@ -82,21 +82,6 @@ class Door final : public BlockStore {
   // The engine drops what waits for a table that has failed.
   void fail(const char* why) override { table_->failure.set(table_->file.table, why); }
 
-  bool grow(int64_t num_rows) override {
-    if (!is_usable()) return false;
-    const TableFile& file = table_->file;
-    if (num_rows <= table_->num_rows.load()) return true;
-    if (!table_->is_whole()) return false;  // growing would make it long enough again
-    if (ftruncate(file.fd, static_cast<off_t>(file.layout.file_bytes(num_rows))) != 0) {
-      table_->failure.set("growing table '" + file.table + "' to " + std::to_string(num_rows) + " rows in " +
-                          file.path + ": " + std::strerror(errno) + "; use a disk and file system that hold files of " +
-                          std::to_string(file.layout.file_bytes(num_rows)) + " bytes");
-      return false;
-    }
-    table_->num_rows.store(num_rows);
-    return true;
-  }
-
   const Failure* failure() const override { return table_->failure.get(); }
   int64_t record_bytes() const override { return table_->file.layout.record_bytes; }
   int64_t num_rows() const override { return table_->num_rows.load(); }

@@ -17,7 +17,7 @@ constexpr int64_t kChunkBytes = 1 << 16;  // some hundred sectors: few system ca
 bool Table::has_rows(int64_t first, int64_t last) {
   if (first >= 0 && last < num_rows.load()) return true;
   failure.set("table '" + file.table + "': " + rows_text(file, first, last) + " were asked for, but it has " +
-              std::to_string(num_rows.load()) + " rows (" + file.path + "); grow it first");
+              std::to_string(num_rows.load()) + " rows (" + file.path + ")");
   return false;
 }
 

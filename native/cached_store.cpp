@@ -61,7 +61,7 @@ class CachedStore final : public Store {
       const Move& move = moves[i];
       if (move.row < 0 || move.row >= num_rows) {
         failure_.set("table '" + table_ + "': row " + std::to_string(move.row) + " was asked for, but it has " +
-                     std::to_string(num_rows) + " rows; grow it first");
+                     std::to_string(num_rows) + " rows");
         break;
       }
       int64_t place = find(move.row);
@@ -85,17 +85,6 @@ class CachedStore final : public Store {
   void fail(const char* why) override {
     failure_.set(table_, why);
     lower_->fail(why);
-  }
-
-  bool grow(int64_t num_rows) override {
-    if (!is_here()) return false;
-    const std::lock_guard lock(mutex_);
-    if (num_rows > kMostCachedRows) {
-      failure_.set("table '" + table_ + "' cannot grow to " + std::to_string(num_rows) +
-                   " rows: behind a tier it has " + std::to_string(kMostCachedRows) +
-                   " at most; cut it into several tables");
-    }
-    return !failure() && lower_->grow(num_rows);
   }
 
   const Failure* failure() const override { return failure_.get() ? failure_.get() : lower_->failure(); }

@@ -26,14 +26,10 @@ class Region {
       : page_places_(layout.page_rows()),
         record_bytes_(static_cast<size_t>(layout.record_bytes)),
         pages_with_(static_cast<size_t>(page_places_) + 1) {
-    grow(num_rows);
-  }
-
-  void grow(int64_t num_rows) {
     const int64_t wanted = (kPlacesPerRow * num_rows + page_places_ - 1) / page_places_;
     const auto num_pages = static_cast<size_t>(std::min(wanted, kNoPlace / page_places_));
     place_of_.resize(static_cast<size_t>(num_rows), kNoPlace);
-    pages_with_[static_cast<size_t>(page_places_)] += static_cast<uint16_t>(num_pages - num_free_.size());
+    pages_with_[static_cast<size_t>(page_places_)] = static_cast<uint16_t>(num_pages);
     num_free_.resize(num_pages, static_cast<uint8_t>(page_places_));
     is_free_.resize(num_pages * static_cast<size_t>(page_places_), true);
   }
@@ -163,19 +159,13 @@ class Region {
 class Places final : public RowNames {
  public:
   Places(const BlockLayout& layout, int64_t num_rows)
-      : layout_(layout), region_rows_(region_rows(layout)), region_places_(region_places(layout)) {
-    grow(num_rows);
-  }
+      : layout_(layout),
+        region_rows_(region_rows(layout)),
+        region_places_(region_places(layout)),
+        num_rows_(num_rows),
+        regions_(static_cast<size_t>((num_rows + region_rows_ - 1) / region_rows_)) {}
 
   mutable std::mutex mutex;
-
-  void grow(int64_t num_rows) {
-    num_rows_ = num_rows;
-    regions_.resize(static_cast<size_t>((num_rows + region_rows_ - 1) / region_rows_));
-    for (size_t r = 0; r < regions_.size(); ++r) {
-      if (regions_[r]) regions_[r]->grow(rows_of(r));
-    }
-  }
 
   int64_t num_rows() const { return num_rows_; }
   size_t in_region(int64_t row) const { return static_cast<size_t>(row % region_rows_); }
@@ -211,8 +201,7 @@ class Places final : public RowNames {
   int64_t rows_of(size_t r) const { return std::min(region_rows_, num_rows_ - static_cast<int64_t>(r) * region_rows_); }
 
   const BlockLayout layout_;
-  const int64_t region_rows_, region_places_;
-  int64_t num_rows_ = 0;
+  const int64_t region_rows_, region_places_, num_rows_;
   std::vector<std::unique_ptr<Region>> regions_;  // made when a row of theirs is first written
 };
 
@@ -247,7 +236,6 @@ class GatheredStore final : public BlockStore {
         path_(file.path),
         process_(getpid()),
         places_(std::make_shared<Places>(file.layout, file.num_rows)),
-        num_rows_(file.num_rows),
         fd_(file.fd) {
     file.num_rows = num_places(layout_, file.num_rows);
     file.names = places_;
@@ -331,20 +319,9 @@ class GatheredStore final : public BlockStore {
     lower_->fail(why);
   }
 
-  bool grow(int64_t num_rows) override {
-    if (!is_here()) return false;
-    const std::lock_guard lock(calls_);
-    if (num_rows <= num_rows_.load()) return !failure();
-    if (failure() || !lower_->grow(num_places(layout_, num_rows))) return false;
-    const std::lock_guard changing(places_->mutex);
-    places_->grow(num_rows);
-    num_rows_.store(num_rows);
-    return true;
-  }
-
   const Failure* failure() const override { return failure_.get() ? failure_.get() : lower_->failure(); }
   int64_t record_bytes() const override { return layout_.record_bytes; }
-  int64_t num_rows() const override { return num_rows_.load(); }
+  int64_t num_rows() const override { return places_->num_rows(); }
 
   StoreCounters counters() const override {
     StoreCounters c = lower_->counters();
@@ -394,7 +371,7 @@ class GatheredStore final : public BlockStore {
   bool is_row(int64_t row) {
     if (0 <= row && row < places_->num_rows()) return true;
     failure_.set("table '" + table_ + "': row " + std::to_string(row) + " was asked for, but it has " +
-                 std::to_string(places_->num_rows()) + " rows (" + path_ + "); grow it first");
+                 std::to_string(places_->num_rows()) + " rows (" + path_ + ")");
     return false;
   }
 
@@ -411,7 +388,6 @@ class GatheredStore final : public BlockStore {
   std::atomic<int64_t> served_{0}, unwritten_{0}, num_held_{0};
   std::mutex calls_;  // before places_->mutex
   const std::shared_ptr<Places> places_;
-  std::atomic<int64_t> num_rows_;
   const int fd_;                       // the lower store's
   std::unique_ptr<BlockStore> lower_;  // goes before the names that it asks for
 };

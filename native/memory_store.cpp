@@ -7,8 +7,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
-#include <shared_mutex>
 
 namespace hotrow {
 namespace {
@@ -37,7 +37,7 @@ bool for_each_move(std::span<const Move> moves, int64_t num_rows, const std::str
     if (failure.get()) return false;
     if (move.row < 0 || move.row >= num_rows) {
       failure.set("table '" + table + "': row " + std::to_string(move.row) + " was asked for, but it has " +
-                  std::to_string(num_rows) + " rows; grow it first");
+                  std::to_string(num_rows) + " rows");
       return false;
     }
     if (!transfer(move)) return false;
@@ -68,7 +68,6 @@ class Dram final : public Store {
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
-    const std::shared_lock lock(growing_);
     const bool good = for_each_move(moves, num_rows_, table_, failure_, [&](const Move& move) {
       slots.scatter(base_ + move.row * record_bytes_, move.slot);
       return true;
@@ -78,7 +77,6 @@ class Dram final : public Store {
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    const std::shared_lock lock(growing_);
     for_each_move(moves, num_rows_, table_, failure_, [&](const Move& move) {
       slots.gather(move.slot, base_ + move.row * record_bytes_);
       return true;
@@ -89,29 +87,12 @@ class Dram final : public Store {
   bool flush() override { return failure_.get() == nullptr; }
   void fail(const char* why) override { failure_.set(table_, why); }
 
-  // The rows move to a larger mapping: Linux moves the pages, elsewhere they are copied.
-  bool grow(int64_t num_rows) override {
-    const std::unique_lock lock(growing_);
-    if (num_rows <= num_rows_) return failure_.get() == nullptr;
-    const int64_t bytes = num_rows * record_bytes_;
-#ifdef __linux__
-    void* map = base_ ? mremap(base_, static_cast<size_t>(bytes_), static_cast<size_t>(bytes), MREMAP_MAYMOVE)
-                      : new_pages(bytes);
-#else
-    void* map = new_pages(bytes);
-    if (map != MAP_FAILED && base_) {
-      std::memcpy(map, base_, static_cast<size_t>(bytes_));
-      munmap(base_, static_cast<size_t>(bytes_));
-    }
-#endif
-    if (map == MAP_FAILED) {
-      failure_.set("table '" + table_ + "' cannot grow to " + std::to_string(num_rows) + " rows, " +
-                   std::to_string(bytes) + " bytes of address space: " + std::strerror(errno) +
-                   "; raise ulimit -v, or keep the table in a file");
-      return false;
-    }
+  bool map(int64_t num_rows) {
+    bytes_ = num_rows * record_bytes_;
+    void* map = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) return false;
     base_ = static_cast<std::byte*>(map);
-    bytes_ = bytes;
     num_rows_ = num_rows;
     return true;
   }
@@ -122,17 +103,11 @@ class Dram final : public Store {
   int64_t num_rows() const override { return num_rows_; }
 
  private:
-  static void* new_pages(int64_t bytes) {
-    return mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
-                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  }
-
   int64_t record_bytes_;
   std::string table_;
-  std::shared_mutex growing_;
   std::byte* base_ = nullptr;
   int64_t bytes_ = 0;
-  std::atomic<int64_t> num_rows_{0};
+  int64_t num_rows_ = 0;
   FailureSlot failure_;
   Counted counted_;
 };
@@ -153,14 +128,7 @@ class Mapped final : public Store {
     void* map = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_.fd, 0);
     if (map == MAP_FAILED) return false;
     madvise(map, static_cast<size_t>(bytes), MADV_RANDOM);
-    auto claimed = std::make_unique<std::atomic<uint8_t>[]>(static_cast<size_t>(bytes / kChunkBytes + 1));
-    if (base_) {
-      // Except the last chunk, of which no more was claimed than the file has.
-      for (int64_t i = 0; i < (bytes_ - kTailBytes) / kChunkBytes; ++i) claimed[i] = claimed_[i].load();
-      watched_.reset();
-      munmap(base_, static_cast<size_t>(bytes_));
-    }
-    claimed_ = std::move(claimed);
+    claimed_ = std::make_unique<std::atomic<uint8_t>[]>(static_cast<size_t>(bytes / kChunkBytes + 1));
     base_ = static_cast<std::byte*>(map);
     bytes_ = bytes;
     num_rows_ = num_rows;
@@ -170,7 +138,6 @@ class Mapped final : public Store {
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
-    const std::shared_lock lock(growing_);
     const auto read_each = [&](const Move& move) { return read_row(move, slots); };
     const bool good =
         is_here() && is_whole() && for_each_move(moves, num_rows_, file_.table, failure_, read_each) && is_whole();
@@ -179,14 +146,12 @@ class Mapped final : public Store {
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    const std::shared_lock lock(growing_);
     if (!is_here() || !is_whole()) return;
     for_each_move(moves, num_rows_, file_.table, failure_, [&](const Move& move) { return write_row(move, slots); });
     counted_.written_rows += static_cast<int64_t>(moves.size());
   }
 
   bool flush() override {
-    const std::shared_lock lock(growing_);
     if (!is_here() || failure_.get()) return false;
     if (msync(base_, static_cast<size_t>(bytes_), MS_SYNC) != 0) return fail("syncing", -1);
     return is_whole();
@@ -194,16 +159,6 @@ class Mapped final : public Store {
 
   // The system drops pages that wait to be written together with their file.
   void fail(const char* why) override { failure_.set(file_.table, why); }
-
-  bool grow(int64_t num_rows) override {
-    const std::unique_lock lock(growing_);
-    if (!is_here() || failure_.get()) return false;
-    if (num_rows <= num_rows_) return true;
-    if (!is_whole()) return false;  // growing would make it long enough again
-    const int64_t bytes = mapped_file_bytes(file_.record_bytes, num_rows);
-    if (ftruncate(file_.fd, static_cast<off_t>(bytes)) == 0 && map(num_rows)) return true;
-    return fail("growing", num_rows);
-  }
 
   const Failure* failure() const override { return failure_.get(); }
   StoreCounters counters() const override { return counted_.counters(file_.record_bytes); }
@@ -291,10 +246,9 @@ class Mapped final : public Store {
 
   MappedFile file_;
   pid_t process_;
-  std::shared_mutex growing_;
   std::byte* base_ = nullptr;
   int64_t bytes_ = 0;
-  std::atomic<int64_t> num_rows_{0};
+  int64_t num_rows_ = 0;
   std::unique_ptr<std::atomic<uint8_t>[]> claimed_;  // per chunk
   std::unique_ptr<WatchedMapping> watched_;
   FailureSlot failure_;
@@ -305,7 +259,7 @@ class Mapped final : public Store {
 
 std::unique_ptr<Store> open_dram_store(int64_t record_bytes, int64_t num_rows, std::string table) {
   auto store = std::make_unique<Dram>(record_bytes, std::move(table));
-  if (num_rows > 0 && !store->grow(num_rows)) return nullptr;
+  if (num_rows > 0 && !store->map(num_rows)) return nullptr;
   return store;
 }
 

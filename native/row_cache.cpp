@@ -279,26 +279,6 @@ void RowCache::restart_batches() {
   for (Entry& entry : places_) entry.batch = std::min(entry.batch, uint32_t{1});
 }
 
-void RowCache::grow(int64_t num_rows, Slots slots) {
-  const auto move = [&](int64_t first, int64_t last) {
-    for (size_t p = 0; p < slots.parts.size(); ++p) {
-      const int64_t bytes = slots.parts[p].bytes;
-      std::memcpy(slots.parts[p].base + first * bytes, slots_.parts[p].base + first * bytes,
-                  static_cast<size_t>((last - first) * bytes));
-    }
-  };
-  exists_.resize(num_rows);
-  changed_.resize(num_rows);
-  move(0, sizes_.pinned + num_used_);
-  move(sizes_.pinned + sizes_.cached, slot_of_place(static_cast<int32_t>(places_.size())));
-  slots_ = std::move(slots);  // nothing throws from here on: the old arrays go
-  const bool whole = sizes_.pinned == sizes_.num_rows;
-  const int64_t first = std::exchange(sizes_.num_rows, num_rows);
-  if (!whole) return;
-  sizes_.pinned = num_rows;
-  for (int64_t row = first; row < num_rows; ++row) create(static_cast<uint32_t>(row), row);
-}
-
 bool RowCache::begin_with(std::shared_ptr<Store> store, const RowBits& rows) {
   store_ = std::move(store);
   exists_ = rows;

@@ -195,13 +195,6 @@ class SavedStore final : public Store {
     lower_->fail(text);
   }
 
-  bool grow(int64_t num_rows) override {
-    if (failure_.get() || !lower_->grow(num_rows)) return false;
-    const std::lock_guard lock(mutex_);
-    is_here_.resize(lower_->num_rows());
-    return true;
-  }
-
   const Failure* failure() const override { return failure_.get() ? failure_.get() : lower_->failure(); }
   int64_t record_bytes() const override { return lower_->record_bytes(); }
   int64_t num_rows() const override { return lower_->num_rows(); }

@@ -240,63 +240,16 @@ def _line(
     return drawn
 
 
-def _names(
-    names: Sequence[str], *, width: int, top: int, per_row: int, dashed: Collection[str] = (), block: bool = False
-) -> list[str]:
-    """Returns a legend below a plot. block: squares, as of bars, and not lines."""
+def _names(names: Sequence[str], *, width: int, top: int, per_row: int, dashed: Collection[str]) -> list[str]:
+    """Returns a legend below a plot."""
     body = []
     for i, name in enumerate(names):
         x, y = LEFT + (width - LEFT - RIGHT) / per_row * (i % per_row), top + 16 + 18 * (i // per_row)
-        if block:
-            body.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{COLOURS[i % len(COLOURS)]}"/>')
-        else:
-            ink = f'stroke="{COLOURS[i]}" stroke-width="3"' + (' stroke-dasharray="5 3"' if name in dashed else "")
-            body.append(f'<line x1="{x:g}" y1="{y - 4}" x2="{x + 22:g}" y2="{y - 4}" {ink}/>')
-        body.append(f'<text x="{x + (18 if block else 28):g}" y="{y}">{escape(_cut(name, 40))}</text>')
+        ink = f'stroke="{COLOURS[i]}" stroke-width="3"' + (' stroke-dasharray="5 3"' if name in dashed else "")
+        body.append(f'<line x1="{x:g}" y1="{y - 4}" x2="{x + 22:g}" y2="{y - 4}" {ink}/>')
+        shown = name if len(name) <= 40 else name[:39] + "\u2026"
+        body.append(f'<text x="{x + 28:g}" y="{y}">{escape(shown)}</text>')
     return body
-
-
-def _cut(name: str, most: int) -> str:
-    return name if len(name) <= most else name[: most - 1] + "\u2026"
-
-
-def stacked_bars(
-    bars: Mapping[str, Mapping[str, float]],
-    *,
-    form: Callable[[float], str],
-    width: int = WIDTH,
-    label: str,
-) -> str:
-    """Returns horizontal bars made of parts, by bar and part; nothing if all are zero.
-
-    form: formats a part's value.
-    """
-    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-    totals = {name: sum(bar.values()) for name, bar in bars.items()}
-    longest = max(totals.values(), default=0.0)
-    if not longest:
-        return ""
-    left, end, high = 150, 84, 26
-    area, body = width - left - end, []
-    for i, (name, bar) in enumerate(bars.items()):
-        x, y, total = float(left), 8 + high * i, totals[name]
-        named = f"<title>{escape(name)}</title>"
-        body.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(_cut(name, 17))}{named}</text>')
-        for part, value in bar.items():
-            if not value:
-                continue
-            long = area * value / longest
-            share = f", {value / total:.1%}"
-            body.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{long:.2f}" height="18" fill="{COLOURS[parts.index(part) % 6]}">'
-                f"<title>{escape(name)}, {escape(part)}: {form(value)}{share}</title></rect>"
-            )
-            x += long
-        body.append(f'<text x="{x + 8:.1f}" y="{y + 13}">{form(total)}</text>')
-    top = 8 + high * len(bars)
-    per_row = 4 if width >= WIDTH else 3
-    body += _names(parts, width=width, top=top + 4, per_row=per_row, block=True)
-    return svg(body, width=width, height=top + 30 + 18 * ((len(parts) - 1) // per_row), label=label)
 
 
 @functools.cache

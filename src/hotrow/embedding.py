@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -142,35 +141,6 @@ class EmbeddingCollection(nn.Module):
         kind: "embedding_bags", or "embeddings" for torchrec's EmbeddingCollection. Raises ValueError in tiers.
         """
         return {f"{kind}.{name}.weight": self._whole(name) for name in self.weights}
-
-    def grow(self, table: str, num_embeddings: int) -> None:
-        """Gives `table` rows up to `num_embeddings`; those it has keep their numbers, values and optimizer states.
-
-        New rows are as if they had been there from the start and never looked up: the same function of
-        (seed, table name, row, column), within the bound of the table as it was created, which its TableConfig in
-        `tables` now says; their optimizer states are initial. The tensors in `weights` and of the optimizers stay the
-        same objects, longer: param groups, schedulers and state dicts go on. It may be called at any time, also between
-        forward and step and while batches are announced, but no other thread may use the collection meanwhile.
-
-        The table's arrays move to larger memory: for a moment they are there twice. In tiers more rows take disk, two
-        bits of memory each, and of a table that lies in memory whole their slots; a warning says what goes over the
-        budget. Checkpoints fit collections whose tables have as many rows.
-
-        Raises ValueError for an unknown table and for fewer rows than it has, MemoryError if there is no memory;
-        then nothing has changed. Raises StoreError if the store cannot grow; it is unusable afterwards.
-        """
-        names = [config.name for config in self.tables]
-        if table not in names:
-            raise ValueError(f"there is no table {table!r} to grow; the tables are {', '.join(names)}")
-        old = self._table(table)
-        if not isinstance(num_embeddings, int) or num_embeddings < old.num_embeddings:
-            raise ValueError(
-                f"table {table!r} has {old.num_embeddings:,} rows and cannot be given {num_embeddings!r}: tables only "
-                "grow; for fewer rows make a new collection"
-            )
-        bound = old.init.bound_for(old.num_embeddings)
-        self.placement.grow(replace(old, num_embeddings=num_embeddings, init=replace(old.init, bound=bound)))
-        self.tables = self.placement.tables
 
     def _prepare(self) -> None:
         layout = Layout.of(self.tables)

@@ -115,8 +115,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """As torch's while the optimizer is made. Raises ValueError afterwards: its groups are its tables."""
         if self._complete:
             raise ValueError(
-                f"{type(self).__name__} updates tables, one group each: give an EmbeddingCollection more rows with "
-                "grow(), pass several collections when making the optimizer, and parameters to an optimizer of torch"
+                f"{type(self).__name__} updates tables, one group each: pass several collections when making "
+                "the optimizer, and parameters to an optimizer of torch"
             )
         super().add_param_group(param_group)
 

@@ -256,12 +256,10 @@ def test_rows_that_a_killed_run_left_elsewhere_go(dataset: PackedDataset, tmp_pa
     busy.remove()
 
 
-def test_clean_says_why_it_keeps_what_it_keeps(dataset: PackedDataset, tmp_path: Path) -> None:
+def test_clean_keeps_the_chosen_and_the_newest_checkpoint(dataset: PackedDataset, tmp_path: Path) -> None:
     changes = ["train.early_stopping=1", "train.eval_every=7", "optimizer.sparse.lr=5", "checkpoint.keep_last=9"]
     run = runs.train(config(dataset, tmp_path / "run", *changes), quiet=True)
     (run.path / "data").mkdir()
-    found = clean(run.path)
-    steps = {f"checkpoints/step-{run.record.chosen_step}": "predict", f"checkpoints/step-{run.record.steps}": "resume"}
-    assert found["kept"].keys() == {*steps, "data"} and found["bytes_kept"] > 0
-    assert all(use in found["kept"][name] for name, use in steps.items()) and "--data" in found["kept"]["data"]
-    assert {f"checkpoints/{path.name}" for path in run.checkpoints.iterdir()} == set(steps)
+    assert clean(run.path)["bytes_kept"] > 0 and (run.path / "data").exists()
+    steps = {f"step-{run.record.chosen_step}", f"step-{run.record.steps}"}
+    assert {path.name for path in run.checkpoints.iterdir()} == steps

@@ -105,14 +105,6 @@ class Rig:
         sizes = (shape.num_rows, shape.pinned, shape.cached)
         self.caches.add(sizes, first, list(shape.states), native, self.arrays[t])
 
-    def grow(self, t: int, shape: Shape) -> None:
-        if self.stores:
-            self.stores[t].grow(shape.num_rows)
-        else:
-            assert self.natives[t].grow(shape.num_rows)
-        self.shapes[t], self.arrays[t] = shape, shape.arrays()
-        self.caches.grow(t, shape.num_rows, self.arrays[t])
-
     def on_medium(self, t: int) -> np.ndarray:
         """Every row as the store has it."""
         arrays, rows = self.shapes[t].arrays(), np.arange(self.shapes[t].num_rows)

@@ -178,13 +178,6 @@ def test_a_batch_waits_for_rows_that_an_earlier_one_brings(slow: Rig) -> None:
     del earlier
 
 
-def test_rows_under_way_come_into_the_arrays_of_a_table_that_grows(slow: Rig) -> None:
-    flight, slots = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
-    slow.grow(0, SLOW._replace(num_rows=3 * NUM + 5))
-    assert flight.wait()
-    assert (slow.arrays[0][0][slots] == 7).all()
-
-
 def test_a_batch_released_at_once_lays_nothing_into_slots_of_others(slow: Rig) -> None:
     flight, _ = slow.caches.admit(SEVEN, [(0, 0, NUM)], True, 1)
     flight.release(False)

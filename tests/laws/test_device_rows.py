@@ -827,8 +827,6 @@ def test_what_cannot_be_is_refused() -> None:
     _, side = make_sides("float32", "sgd")
     with pytest.raises(ValueError, match="slots on the device already"):
         SGD(side.emb, lr=0.1)
-    with pytest.raises(ValueError, match="cannot grow"):
-        side.emb.grow("t", 100)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(side.emb)
     with pytest.raises(ValueError, match="feature 'a', sample 0, position 0: id 60 is outside its table of 60 rows"):

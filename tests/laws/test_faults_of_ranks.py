@@ -35,7 +35,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.kernels import ops
 from hotrow.parallel import gloo, heartbeat
-from hotrow.parallel.agreement import StillSame, check_same, everyone, facts_of, on_every_rank
+from hotrow.parallel.agreement import check_same, check_still_same, everyone, facts_of, on_every_rank
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.gloo import Gloo, explaining_no_group, fresh
 from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
@@ -380,7 +380,7 @@ def disagree(comm: Communicator, folder: Path) -> None:
         return "opened"
 
     weights = [torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)]
-    still, apart = StillSame(comm, every=10), [*weights[:-1], weights[-1] * (2 if last else 1)]
+    apart = [*weights[:-1], weights[-1] * (2 if last else 1)]
     found = {
         "same": met(lambda: check_same(comm, facts)),
         "config": met(lambda: check_same(comm, facts_of(other, checksum="c", micro_batches=3))),
@@ -390,11 +390,11 @@ def disagree(comm: Communicator, folder: Path) -> None:
         "data": met(lambda: check_same(comm, facts | {"the checksum of the dataset": comm.rank})),
         "missing": met(lambda: on_every_rank(comm, missing)),
         "there": met(lambda: on_every_rank(comm, lambda: comm.rank)),
-        "not due": met(lambda: still.check(9, (0, 9), apart)),
-        "together": met(lambda: still.check(10, (0, 10), weights)),
-        "at a checkpoint": met(lambda: still.check(19, (0, 19), apart, now=True)),
-        "weights": met(lambda: still.check(20, (0, 20), apart)),
-        "position": met(lambda: still.check(20, (comm.rank, 20), weights)),
+        "not due": met(lambda: check_still_same(comm, 99, (0, 99), apart)),
+        "together": met(lambda: check_still_same(comm, 100, (0, 100), weights)),
+        "at a checkpoint": met(lambda: check_still_same(comm, 199, (0, 199), apart, now=True)),
+        "weights": met(lambda: check_still_same(comm, 200, (0, 200), apart)),
+        "position": met(lambda: check_still_same(comm, 200, (comm.rank, 200), weights)),
     }
     (folder / f"found-{comm.rank}").write_text(json.dumps(found))
 
@@ -420,8 +420,8 @@ def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Run]) -> None:
     )
     assert "the checksum of the dataset is 0 on rank 0" in found["data"]
     assert found["missing"] == f"ranks 1, 2 ({host}): no dataset at data/criteo"
-    assert "went apart by step 20: rank 2 has checksum of the dense weights" in found["weights"]
-    assert "went apart by step 19: rank 2 has checksum" in found["at a checkpoint"]
+    assert "went apart by step 200: rank 2 has checksum of the dense weights" in found["weights"]
+    assert "went apart by step 199: rank 2 has checksum" in found["at a checkpoint"]
     assert "rank 1 has epoch 1, rank 0 0; rank 2 has epoch 2, rank 0 0" in found["position"]
 
 
@@ -546,21 +546,6 @@ def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     store.set("address/1", json.dumps(other))
     gloo.check_addresses(store, 0, 2)
-
-
-def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
-    found = [
-        {"host": "a", "net": "1", "interfaces": two},
-        {"host": "b", "net": "2", "interfaces": {"eth0": "10.0.0.2"}},
-    ]
-    monkeypatch.setattr(gloo, "everyone", lambda *_: found)
-    text = gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo()))
-    assert text is not None
-    assert "a has eth0 (10.0.0.1), ib0 (10.1.0.1)" in text and "b has" not in text
-    found[0]["interfaces"] = {}  # GLOO_SOCKET_IFNAME is set there
-    assert gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo())) is None
-    assert all(not address.startswith("127.") for address in gloo.interfaces().values())
 
 
 def test_strangers_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -470,8 +470,6 @@ def changed_by(way: str, emb: hotrow.EmbeddingCollection, optimizer: Any) -> Non
         emb.load_state_dict({name: value + 1 for name, value in emb.state_dict().items()})
     elif way == "optimizer":
         optimizer.load_state_dict(hotrow.Adagrad(hotrow.EmbeddingCollection(TABLES), lr=0.3).state_dict())
-    elif way == "grow":
-        emb.grow("a", 60)
     else:
         batch = random_batch(np.random.default_rng(8), hot=False, one_hot=True)
 
@@ -489,7 +487,7 @@ def two_sides(optimizer: Any) -> list[tuple[hotrow.EmbeddingCollection, Any]]:
 
 
 @pytest.mark.usefixtures("dram_as_device")
-@pytest.mark.parametrize("way", ["a tensor", "a state", "rows", "state_dict", "optimizer", "grow", "closure"])
+@pytest.mark.parametrize("way", ["a tensor", "a state", "rows", "state_dict", "optimizer", "closure"])
 def test_rows_that_were_changed_in_another_way_cross_too(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
     sides = two_sides(hotrow.Adagrad)
@@ -555,7 +553,6 @@ def test_one_side_is_live_at_a_time() -> None:
         optimizer.state_dict,
         lambda: emb.read_rows("a", slice(0, 2)),
         lambda: emb.float32("a"),
-        lambda: emb.grow("a", 50),
         lambda: copy.deepcopy(emb),
         lambda: emb.load_state_dict({}),
         lambda: hotrow.save_checkpoint(Path("never"), {"embedding": emb}),

@@ -1,7 +1,7 @@
 """Every store against a plain array: whatever the schedule of reads and writes, a row reads as it was last written.
 
 Schedules are random, from printed seeds: several tables on one engine, reads under way together, rows read while their
-write waits, rows of one sector written apart and together, rows given twice, tables that grow, files opened again.
+write waits, rows of one sector written apart and together, rows given twice, files opened again.
 """
 
 import threading
@@ -123,12 +123,6 @@ class Table:
             self.truth[:] = 0
         self.store = self._open()
 
-    def grow(self, more: int) -> None:
-        self.settle()
-        self.truth = np.concatenate([self.truth, np.zeros((more, self.truth.shape[1]), np.uint8)])
-        self.store.grow(len(self.truth))
-        self.rows = self.store.rows
-
     def close(self) -> None:
         self.settle()
         self.store.close()
@@ -159,10 +153,8 @@ def step(table: Table, g: np.random.Generator) -> None:
     elif what < 0.93:
         table.settle()
         table.store.flush()
-    elif what < 0.96:
-        table.reopen()
     else:
-        table.grow(int(g.integers(1, 30)))
+        table.reopen()
 
 
 def run_schedule(folder: Path, medium: str, seed: int, sizes: tuple[int, ...], num_steps: int, depth: int) -> None:

@@ -137,17 +137,6 @@ class World:
             assert all(native.counters()["waiting_bytes"] == 0 for native in rig.natives), "not on the medium yet"
             self._check_medium(rig)
 
-    def grow(self) -> None:
-        """Rows at a table's end, while batches are in flight; those of a table that is pinned whole are pinned too."""
-        t = int(self.rng.integers(len(self.shapes)))
-        old = self.shapes[t]
-        num_rows = old.num_rows + int(self.rng.choice([0, 1, 7, 70]))
-        shape = old._replace(num_rows=num_rows, pinned=num_rows if old.pinned == old.num_rows else old.pinned)
-        self.shapes[t] = shape
-        self.truth[t] = np.concatenate([self.truth[t], initial_rows(shape)[old.num_rows :]])
-        for rig in self.rigs:
-            rig.grow(t, shape)
-
     def clear_changed(self) -> None:
         for rig in self.rigs:
             rig.caches.clear_changed()
@@ -162,8 +151,6 @@ class World:
             self.write_back()
         elif what < 0.48:
             self.clear_changed()
-        elif what < 0.51:
-            self.grow()
         else:
             batch = self.open[int(self.rng.integers(len(self.open)))]
             if what < 0.58:

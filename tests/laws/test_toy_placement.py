@@ -223,10 +223,3 @@ def test_state_dicts_go_both_ways() -> None:
         side.train(2)
     check(toy, plain)
     check(back, plain)
-
-
-def test_what_a_toy_does_not_offer_is_refused() -> None:
-    emb = EmbeddingCollection(tables_of("float32"), memory=InDicts())
-    with pytest.raises(ValueError, match="table 't' cannot grow where it lies: make a collection with more rows"):
-        emb.grow("t", 100)
-    assert emb.tables[0].num_embeddings == 90

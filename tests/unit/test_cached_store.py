@@ -161,12 +161,6 @@ def test_more_rows_than_a_tier_can_name() -> None:
     held_rows = replace(TIER, record_bytes=rows.record_bytes)
     with pytest.raises(ValueError, match="more rows than a tier before it can name"):
         open_cached_store(open_store(held_rows, kind="dram"), open_store(rows, kind="dram"))
-    few = open_store(replace(rows, num_rows=10), kind="dram")
-    with open_cached_store(open_store(held_rows, kind="dram"), few) as store:
-        message = r"table 'item' cannot grow to 4294967296 rows.*cut it into several"
-        with pytest.raises(StoreError, match=message):
-            store.grow(2**32)
-        fails_for_ever(store, message)
 
 
 def fails_for_ever(store: Store, message: str) -> None:
@@ -177,8 +171,6 @@ def fails_for_ever(store: Store, message: str) -> None:
             read(store, [1])
         with pytest.raises(StoreError, match=message):
             write(store, [1])
-        with pytest.raises(StoreError, match=message):
-            store.grow(2000)
     assert re.search(message, store.failure() or "")
     with pytest.raises(StoreError, match=message):
         store.close()

@@ -384,17 +384,6 @@ def test_several_collections_resume_from_a_state_dict_and_a_checkpoint(tmp_path:
         assert all(same(rows_of(x), rows_of(y)) for x, y in zip(again, both, strict=True))
 
 
-def test_several_collections_grow_and_clip_together() -> None:
-    both = [EmbeddingCollection(tables(name), seed=1) for name in ("a", "b")]
-    optimizer = FTRL(both, lr=0.1)
-    both[1].grow("b", 2 * ROWS)
-    both[1](torch.tensor([[2 * ROWS - 1]])).sum().backward()
-    before = rows_of(both[1])["b"]
-    optimizer.step()
-    changed = (rows_of(both[1])["b"] != before).any(1)
-    assert changed.nonzero().tolist() == [[2 * ROWS - 1]]
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -19,7 +19,7 @@ from forked import COMMAND, run_forked
 from hotrow.cli import tools
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.report.facts import MAX_POINTS, RunFacts, phase_points, points, read_lines, thin
+from hotrow.report.facts import MAX_POINTS, RunFacts, points, read_lines, thin
 from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
 from hotrow.run import runs
@@ -67,10 +67,7 @@ def large() -> RunFacts:
     tables = {name: table(1000 + k, 100, 50) for k, name in enumerate(names)}
     memory = {"dram_bytes": 1 << 30, "disk_bytes": 1 << 34, "stall_share": 0.12, "hits_per_lookup": 0.9}
     memory |= {"tables": tables, "tiers": {"dram": {"tables": 100, "lookups": 5}, "ssd": {"tables": 99, "reads": 7}}}
-    lines: list[dict[str, Any]] = [
-        train_line(step, drive_written_bytes=step << 20, hits_per_lookup=0.9, hits_per_row=0.4)
-        for step in range(1, 10_001)
-    ]
+    lines: list[dict[str, Any]] = [train_line(step) for step in range(1, 10_001)]
     for step in range(1000, 10_001, 1000):
         lines.append({"kind": "eval", "split": "val", "step": step, "auc": 0.7, "logloss": 0.4, "ne": 0.9})
         lines.append({"kind": "swap", "step": step, "logloss": 0.4, "rate": 50.0, "next_rate": 25.0, "turn": "hot"})
@@ -112,13 +109,6 @@ def test_thinned_curves_keep_every_extreme_and_the_mean() -> None:
     parts = [values[k : k + size] for k in range(0, len(values), size)]
     assert [(low, high) for _, low, high in found.band] == [(part.min(), part.max()) for part in parts]
     assert thin(curve[:MAX_POINTS]).curve == curve[:MAX_POINTS]
-
-
-def test_phases_over_time_are_those_since_the_line_before() -> None:
-    """Means over a whole run are rounded: their differences are noise in a long one, so no curve is made of them."""
-    lines = [train_line(4, window_ms={"dense": 2.0}), train_line(8, window_ms={"dense": 6.0, "data": "x"})]
-    assert phase_points(lines) == {"dense": [(4.0, 2.0), (8.0, 6.0)]}
-    assert phase_points([train_line(4), train_line(8)]) == {}
 
 
 # ---- the page

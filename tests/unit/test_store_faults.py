@@ -163,18 +163,6 @@ for name, call in calls.items():
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
-def test_a_file_truncated_is_not_grown(tmp_path: Path, kind: Kind) -> None:
-    """It would be long enough again, with zeros where rows were."""
-    store = open_store(table_rows(), kind=kind, path=tmp_path / "t", engines=Engines(io="threads"))
-    os.truncate(tmp_path / "t", 8192)
-    with pytest.raises(StoreError, match=r"table 'item' in .*/t.* something truncated it"):
-        store.grow(2000)
-    assert (tmp_path / "t").stat().st_size == 8192
-    with pytest.raises(StoreError):
-        store.close()
-
-
-@pytest.mark.parametrize("kind", FILE_KINDS)
 def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind) -> None:
     folder, resize = small_disk
     resize(512)
@@ -184,21 +172,6 @@ def test_a_full_disk(small_disk: tuple[Path, Callable[[int], None]], kind: Kind)
         for first in range(0, 10_000, 100):
             write_rows(store, list(range(first, first + 100)))
             store.flush()
-    fails_for_ever(store, "No space left on device")
-
-
-def test_a_disk_full_after_a_mapped_table_has_grown(small_disk: tuple[Path, Callable[[int], None]]) -> None:
-    """New rows in a piece of the file whose old rows have their space: an error, and no signal."""
-    folder, resize = small_disk
-    resize(512)
-    store = open_store(table_rows(num_rows=4, record_bytes=4096), kind="mapped", path=folder / "t")
-    write_rows(store, [1])
-    store.grow(12)
-    with (folder / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    with pytest.raises(StoreError, match=r"writing row 10 of table 'item' in .*/t: No space left on device"):
-        write_rows(store, [10])
     fails_for_ever(store, "No space left on device")
 
 

@@ -78,9 +78,8 @@ def places(rows: TableRows, kind: Kind, sector: int) -> list[int]:
 @pytest.mark.parametrize("kind", FILE_KINDS)
 def test_rows_are_found_again_and_lie_where_the_layout_says(tmp_path: Path, kind: Kind) -> None:
     path, rows = tmp_path / "t", table_rows(num_rows=1500, record_bytes=100)
-    with open_store(table_rows(record_bytes=100), kind=kind, path=path, engines=Engines(io="threads")) as store:
+    with open_store(rows, kind=kind, path=path, engines=Engines(io="threads")) as store:
         write_rows(store, [5, 999], value=3)
-        store.grow(1500)
         write_rows(store, [1499], value=4)
     data, truth = path.read_bytes(), {5: 3, 999: 3, 1499: 4}
     for row, at in enumerate(places(rows, kind, store.sector or 0)):

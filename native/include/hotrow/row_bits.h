@@ -18,8 +18,6 @@ class RowBits {
   void fetch(uint32_t row) const { __builtin_prefetch(&words_[row / 64]); }
   void add(uint32_t row) { words_[row / 64] |= uint64_t{1} << (row % 64); }
   void clear() { words_.assign(words_.size(), 0); }
-  // New rows are not in the set.
-  void resize(int64_t num_rows) { words_.resize(static_cast<std::size_t>(num_rows + 63) / 64); }
   int64_t count() const {
     int64_t n = 0;
     for (const uint64_t word : words_) n += std::popcount(word);

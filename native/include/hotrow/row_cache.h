@@ -94,11 +94,6 @@ class RowCache {
   // Numbers of batches may begin at 2 again; batches in flight stay as they are.
   void restart_batches();
 
-  // Grows the table to num_rows, at least as many as before; the new rows are untouched ones. slots: of arrays of that
-  // length, into which everything in the old ones is moved. Every slot keeps its number, so batches may be in flight,
-  // but no read may be under way. A table whose rows are all pinned stays so. The store must have grown before.
-  void grow(int64_t num_rows, Slots slots);
-
   // From now on `store` has these rows, and the slots have theirs anew. No row may have been written to before, and no
   // batch be in flight. False if the store fails.
   bool begin_with(std::shared_ptr<Store> store, const RowBits& rows);

@@ -207,8 +207,6 @@ class Store {
   // Declares that the rows are not wanted any more, or that some are lost; why: what happened to the table, and the
   // cure. I/Os under way end, nothing more is written, even when the store is destroyed, and every later call fails.
   virtual void fail(const char* why) = 0;
-  // Makes room for rows up to num_rows; new rows read as zeros. False if the store failed.
-  virtual bool grow(int64_t num_rows) = 0;
   // Sticky; null while there is none.
   virtual const Failure* failure() const = 0;
   virtual StoreCounters counters() const = 0;

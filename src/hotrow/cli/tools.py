@@ -48,7 +48,6 @@ from hotrow.run.checkpoint_files import MANIFEST, read_manifest
 from hotrow.run.folder import CONFIG, METRICS, RUN, RunFolder
 from hotrow.run.record import read_extra
 from hotrow.run.runs import remove_left_rows, train
-from hotrow.setup.memory import FOLDER
 
 NUM_ROWS = 600_000
 TABLE_SCALE = 0.01
@@ -216,8 +215,8 @@ def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
     """Removes a run's checkpoints except the newest and the chosen one, and rows on disk that a killed process left, in
     the run's folder or in those that its config names (memory.ssd, memory.file).
 
-    data: also remove raw data packed into the run. Returns what was removed, the bytes freed in the run's folder, and
-    what stays there and why. The run can still predict, and can still be resumed unless its data was removed.
+    data: also remove raw data packed into the run. Returns what was removed, and the bytes freed and kept in the
+    run's folder. The run can still predict, and can still be resumed unless its data was removed.
     """
     run = RunFolder.open(path)
     before = _tree_bytes(run.path)
@@ -231,22 +230,7 @@ def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
         "removed": [str(folder) for folder in removed],
         "bytes_freed": before - left,
         "bytes_kept": left,
-        "kept": _why_kept(run),
     }
-
-
-def _why_kept(run: RunFolder) -> dict[str, str]:
-    """Returns what of a run takes space, with the reason why it stays and how it goes."""
-    checkpoints, kept = list_checkpoints(run.checkpoints), {}
-    for step, path in checkpoints.items():
-        uses = {"resume": step == max(checkpoints), "predict, eval and export": step == run.record.chosen_step}
-        used = " and by ".join(use for use, is_so in uses.items() if is_so)
-        kept[f"{path.parent.name}/{path.name}"] = f"used by {used}; it goes with the run's folder"
-    if (run.path / "data").is_dir():
-        kept["data"] = "what the run trains on and is resumed with; --data removes it"
-    if (run.path / FOLDER).is_dir():
-        kept[FOLDER] = "rows of a process that trains or scores now; it removes them when it ends"
-    return kept
 
 
 def _tree_bytes(path: Path) -> int:

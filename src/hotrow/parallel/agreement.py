@@ -141,36 +141,32 @@ def _per_rank(name: str) -> bool:
 # ---- while training
 
 
-class StillSame:
-    """Compares, every `every` steps and before a checkpoint, where ranks are and a checksum of their dense weights."""
+def check_still_same(
+    comm: Communicator, step: int, position: tuple[int, int], weights: Iterable[Tensor], *, now: bool = False
+) -> None:
+    """Compares where ranks are, and a checksum of their dense weights, every CHECK_EVERY steps or if `now`. Collective.
 
-    def __init__(self, comm: Communicator, *, every: int = CHECK_EVERY) -> None:
-        self.comm, self.every = comm, every
-
-    def check(self, step: int, position: tuple[int, int], weights: Iterable[Tensor], *, now: bool = False) -> None:
-        """Compares the ranks if `step` is a multiple of `every`, or if `now`. Collective.
-
-        position: epoch and batch that come next. weights: the dense weights, in the same order on every rank.
-        Raises ValueError on every rank if one differs from rank 0; it names these ranks and what differs.
-        """
-        if self.comm.size == 1 or (step % self.every and not now):
-            return
-        mine = torch.tensor([step, *position, checksum_of(weights)])
-        values = [part.tolist() for part in self.comm.gather(mine, purpose=_PURPOSE)]
-        first = values[0]
-        names = ("step", "epoch", "batch", "checksum of the dense weights")
-        told = [
-            f"rank {rank} has {name} {own}, rank 0 {value}"
-            for rank, each in enumerate(values)
-            for name, own, value in zip(names, each, first, strict=True)
-            if own != value
-        ]
-        if told:
-            raise CommonError(
-                f"the ranks of this run went apart by step {step}: {'; '.join(told)}. They compute the same numbers "
-                "unless memory or a processor fails, or libraries differ: look at the hosts of these ranks, and go on "
-                "from the newest checkpoint, before which they were still the same"
-            )
+    position: epoch and batch that come next. weights: the dense weights, in the same order on every rank.
+    Raises ValueError on every rank if one differs from rank 0; it names these ranks and what differs.
+    """
+    if comm.size == 1 or (step % CHECK_EVERY and not now):
+        return
+    mine = torch.tensor([step, *position, checksum_of(weights)])
+    values = [part.tolist() for part in comm.gather(mine, purpose=_PURPOSE)]
+    first = values[0]
+    names = ("step", "epoch", "batch", "checksum of the dense weights")
+    told = [
+        f"rank {rank} has {name} {own}, rank 0 {value}"
+        for rank, each in enumerate(values)
+        for name, own, value in zip(names, each, first, strict=True)
+        if own != value
+    ]
+    if told:
+        raise CommonError(
+            f"the ranks of this run went apart by step {step}: {'; '.join(told)}. They compute the same numbers "
+            "unless memory or a processor fails, or libraries differ: look at the hosts of these ranks, and go on "
+            "from the newest checkpoint, before which they were still the same"
+        )
 
 
 def checksum_of(weights: Iterable[Tensor]) -> int:

@@ -693,12 +693,6 @@ class Sharded(Placement):
         t = next(t for t, each in enumerate(self.tables) if each.name == table)
         return ShardedRows(self.comm, self.shards[t], self.tables[t], self.below.rows(table, state))
 
-    def grow(self, table: TableConfig) -> None:
-        raise ValueError(
-            f"table {table.name!r} is shared by {self.comm.size} ranks and cannot grow: save a checkpoint, and make a "
-            "collection with more rows"
-        )
-
     def flush(self) -> None:
         self.below.flush()
 

@@ -91,7 +91,7 @@ class Rows(Protocol):
 class Placement(Protocol):
     """Keeps the rows of the tables of one collection. Override what differs from DRAM, or from the placement below.
 
-    Several threads may look up at once. No other thread may use the placement during `update`, `grow` and `close`.
+    Several threads may look up at once. No other thread may use the placement during `update` and `close`.
     """
 
     tables: tuple[TableConfig, ...]
@@ -195,10 +195,6 @@ class Placement(Protocol):
         """
         return False
 
-    def grow(self, table: TableConfig) -> None:
-        """Gives the table of this name more rows, as `EmbeddingCollection.grow` says; states grow with it."""
-        raise ValueError(f"table {table.name!r} cannot grow where it lies: make a collection with more rows")
-
     def flush(self) -> None:
         """Brings everything that changed to where it is kept."""
         return
@@ -272,12 +268,8 @@ class Attached:
         self.arrays: list[Any] = [] if arrays is None else arrays
         """For each state, the arrays of all tables as the kernels take them."""
         if arrays is None:
-            self.take_arrays()
-
-    def take_arrays(self) -> None:
-        """Takes the arrays as they are now: they move when a table grows."""
-        by_state = zip(*self.states.values(), strict=True)
-        self.arrays = [ops.Arrays([state.array for state in states]) for states in by_state]
+            by_state = zip(*states.values(), strict=True)
+            self.arrays = [ops.Arrays([state.array for state in each]) for each in by_state]
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Copies(Placement):
             "tables inside `with copies.flushed()`, or after copies.give_back()"
         )
 
-    attach = rows = grow = flush = _refuse
+    attach = rows = flush = _refuse
 
     # ---- batches
 

@@ -37,7 +37,6 @@ from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, Tab
 from hotrow.placement.slots import COUNTS, SOME_FROZEN, Announced, Held, RowSlots, Span, bad_id, directory_of, spans_of
 from hotrow.placement.stores import StoreError
 from hotrow.placement.worker import Worker
-from hotrow.tables import TableConfig
 
 if TYPE_CHECKING:
     from hotrow.kernels.triton_moves import Moment, Mover
@@ -447,12 +446,6 @@ class Device(Placement):
         """Returns the rows below, after `flush`."""
         self.flush()
         return self.below.rows(table, state)
-
-    def grow(self, table: TableConfig) -> None:
-        """Raises ValueError: the number of slots is fixed when they are made."""
-        raise ValueError(
-            f"table {table.name!r} has slots on a device and cannot grow: make a collection with more rows"
-        )
 
     def flush(self) -> None:
         """Copies changed rows back, so that every row below is current and may be changed there.

@@ -104,22 +104,6 @@ class Dram(Placement):
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         return self._stored(table) if state is None else RowsInMemory(state.array)
 
-    def grow(self, table: TableConfig) -> None:
-        """Moves the table's arrays to larger memory: for a moment they are there twice."""
-        t = next(t for t, each in enumerate(self.tables) if each.name == table.name)
-        first, stored = self.tables[t].num_embeddings, self._stored(table.name)
-        states = [state for attached in self._attached for state in attached.states[table.name]]
-        arrays = [array for array in (stored.array, stored.low, *(s.array for s in states)) if array is not None]
-        for array, longer in [(array, _longer(array, table.num_embeddings)) for array in arrays]:
-            array.data = longer
-        self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
-        fill_initial_rows(self._stored(table.name), table, self.seed, start=first)
-        for state in states:
-            _fill(state.of_untouched(table), self._stored(table.name), start=first)
-        self._take_arrays()
-        for attached in self._attached:
-            attached.take_arrays()
-
     # ---- below a device
 
     piece_bytes: int | None = None
@@ -150,18 +134,18 @@ def allocate_weights(
     return {t.name: zeros(t, getattr(torch, t.dtype)) for t in tables}, low
 
 
-def _fill(state: TableState, stored: RowsInMemory, *, start: int = 0) -> None:
-    for rows in stored.pieces(start):
+def _fill(state: TableState, stored: RowsInMemory) -> None:
+    for rows in stored.pieces():
         state.fill(rows, stored.read(rows).float())
 
 
-def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, start: int = 0) -> None:
-    """Gives the rows of a table, zeros as allocated, their initial values from row `start` on."""
+def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int) -> None:
+    """Gives the rows of a table, zeros as allocated, their initial values."""
     init, key = table.init, row_key(seed, table.name)
     bound = init.bound_for(table.num_embeddings)
     if not bound:
         return  # zero already, and no page touched
-    for rows in stored.pieces(start):
+    for rows in stored.pieces():
         plain = stored.array.dtype == torch.float32
         values = stored.array[rows] if plain else torch.empty(stored.array[rows].shape)
         ops.fill_uniform(
@@ -175,15 +159,6 @@ def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, st
         )
         if not plain:
             stored.write(rows, values)
-
-
-def _longer(array: Tensor, num_rows: int) -> Tensor:
-    """Returns a copy of `array` [N, ...] with `num_rows`, zeros beyond N."""
-    longer = ops.allocate(num_rows, *array.shape[1:], dtype=array.dtype)
-    for rows in RowsInMemory(array).pieces():
-        if array[rows].view(torch.int16).any():  # pages that were never touched stay so
-            longer[rows] = array[rows]
-    return longer
 
 
 def _check_memory(tables: Sequence[TableConfig]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -149,12 +148,6 @@ class Store:
         """Waits until everything written is on the medium. Raises StoreError if that fails."""
         if not self._open().flush():
             self.raise_failure()
-
-    def grow(self, num_rows: int) -> None:
-        """Makes room for rows up to `num_rows`, which read as zeros. Raises StoreError if there is no room."""
-        if not self._open().grow(num_rows):
-            self.raise_failure()
-        self.rows = replace(self.rows, num_rows=max(num_rows, self.rows.num_rows))
 
     def counters(self) -> dict[str, int]:
         """Returns I/Os, rows, bytes and times since the store was opened: StoreCounters in store.h."""

@@ -13,7 +13,6 @@ import os
 import resource
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hotrow.base.door import open_file
-from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.files import disk_free_bytes
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.types import Layout, as_stored, row_key
@@ -50,7 +49,6 @@ from hotrow.placement.budget import (
     check_plan,
     plan_slots,
 )
-from hotrow.placement.budget import num_bytes as planned_bytes
 from hotrow.placement.dram import RowsInMemory, allocate_weights
 from hotrow.placement.slots import Announced, Held, bad_id, spans_of
 from hotrow.placement.store_file import BLOCKS, SUFFIX, OwnFolder, TableRows, no_disk
@@ -127,7 +125,11 @@ class Tiers(Placement):
     def __init__(self, tables: Sequence[TableConfig], memory: Memory, *, seed: int) -> None:
         ops.native_module()  # raises here if there is none, not at the first lookup
         for table in tables:
-            _check_rows(table)
+            if table.num_embeddings >= MAX_ROWS:
+                raise ValueError(
+                    f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
+                    f"{MAX_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
+                )
         self.tables, self.layout, self.memory, self.seed = tuple(tables), Layout.of(tables), memory, seed
         self.kernels = ops.KernelSet(self.layout)
         self._place_bytes = [0.0] * len(tables)
@@ -135,7 +137,7 @@ class Tiers(Placement):
         if memory.ssd is not None and not memory.force and (reason := no_disk(memory.folder)):
             raise ValueError(f"Memory: ssd is {str(memory.ssd)!r}, but {reason}, or say force=True")
         self.weights, self.low = allocate_weights(tables, sparse=True)
-        self._take_arrays()
+        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
         self.states: dict[str, Sequence[TableState]] = {}
         """By table, what a record holds beside the weights."""
         self._attached: Attached | None = None
@@ -149,9 +151,6 @@ class Tiers(Placement):
         self._engines = Engines()
         self._finalizer: weakref.finalize[..., Tiers] | None = None
         self._process, self._laying_out = os.getpid(), threading.Lock()
-
-    def _take_arrays(self) -> None:
-        self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
 
     @property
     def changes(self) -> Changes:
@@ -237,30 +236,6 @@ class Tiers(Placement):
                 raise
             return planned(replace(given, writes="in_place"))
 
-    def grow(self, table: TableConfig) -> None:
-        """Puts `table` in place of the one of its name, which has fewer rows; the new rows are untouched.
-
-        Every row keeps its slot, so batches may be in flight. A table that lies in DRAM whole stays there; any other
-        takes room on disk and two bits per row. Exceeding the budget is a warning. The arrays move, which takes twice
-        their memory for a moment. Raises ValueError for too many rows, StoreError if the store cannot grow.
-        """
-        _check_rows(table)
-        t = self._number(table.name)
-        old = [array for _, array in self.arrays_of(table)]
-        new = [ops.allocate(table.num_embeddings, *a.shape[1:], dtype=a.dtype, sparse=True) for a in old]
-        if self.caches is not None:
-            caches, whole = self._laid_out(), self.slots[t].pinned == self.tables[t].num_embeddings
-            self.stores[t].grow(table.num_embeddings)
-            caches.grow(t, table.num_embeddings, [_plain(array) for array in new])
-            self.slots[t] = TableSlots(table.num_embeddings, 0) if whole else self.slots[t]
-        for array, larger in zip(old, new, strict=True):
-            array.data = larger
-        self._take_arrays()
-        if self._attached is not None:
-            self._attached.take_arrays()
-        self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
-        self._warn_of_budget(table)
-
     def begin_with(self, table: str, links: Sequence[SavedLink]) -> bool:
         caches, t = self._laid_out(), self._number(table)
         parts = [name for name, _ in self.arrays_of(self.tables[t])]
@@ -286,17 +261,6 @@ class Tiers(Placement):
         self._num_saved_files += len(files)
         self.raise_failure(only_if_failed=True)
         return True
-
-    def _warn_of_budget(self, table: TableConfig) -> None:
-        demands = self._demands()
-        needed = sum(planned_bytes(demand, slots) for demand, slots in zip(demands, self.slots, strict=False))
-        if (over := needed - self.memory.budget_bytes(demands)) > 0:
-            warnings.warn(
-                f"table {table.name!r} has grown to {table.num_embeddings:,} rows: tables take "
-                f"{size(over)} more of memory now than Memory(dram={self.memory.dram!r}) allows for slots; "
-                "a collection made anew with tables of these sizes keeps within it",
-                stacklevel=4,
-            )
 
     def _demands(self) -> list[TableDemand]:
         records = map(self._record_bytes, self.tables)
@@ -554,14 +518,6 @@ def _ids(rows: RowIds) -> Tensor:
 def _bits(values: Tensor) -> Tensor:
     """Returns the bits as integers, so that -0 differs from 0 and NaN equals itself."""
     return values.contiguous().view(torch.int32 if values.itemsize == 4 else torch.int16)
-
-
-def _check_rows(table: TableConfig) -> None:
-    if table.num_embeddings >= MAX_ROWS:
-        raise ValueError(
-            f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
-            f"{MAX_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
-        )
 
 
 def _end_to_end(

@@ -110,13 +110,6 @@ def points(lines: Iterable[Line], kind: str, *names: str, split: str | None = No
     return sorted(found)
 
 
-def phase_points(lines: Sequence[Line]) -> dict[str, list[Point]]:
-    """Returns (step, ms of a step) by phase, over the steps since the line before; {} of lines without `window_ms`."""
-    names = dict.fromkeys(phase for line in lines for phase in mapping_in(line, "window_ms"))
-    curves = {phase: points(lines, "train", "window_ms", phase) for phase in names}
-    return {phase: curve for phase, curve in curves.items() if curve}
-
-
 class Thinned(NamedTuple):
     """A curve that is short enough to draw."""
 

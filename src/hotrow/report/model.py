@@ -7,16 +7,15 @@ from typing import Any
 
 from hotrow.base.progress import num_of
 from hotrow.data.packed.format import DatasetInfo
-from hotrow.draw import line_chart, stacked_bars
+from hotrow.draw import line_chart
 from hotrow.objectives.objective import Measure
 from hotrow.report.columns import Column, columns_of, schema_of
-from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, points
+from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 from hotrow.report.shapes import HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curves_chart, percent, shown
 
 SPLITS = {"val": "validation"}
 """Names of splits for people, if they differ."""
-KEPT, MAX_GAINS = "kept weights", 20
-"""Bars of the picture of gains; the table of columns has them all."""
+KEPT = "kept weights"
 
 
 def steps_of(run: RunFacts) -> int:
@@ -35,26 +34,13 @@ def metrics_of(run: RunFacts) -> dict[str, Any]:
     return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
 
 
-def learning(run: RunFacts) -> list[Chart]:
-    """Returns the loss and the other measures over steps."""
-
-    def evaluated(field: str) -> dict[str, list[Point]]:
-        curves = {name: points(run.lines, "eval", field, split=split) for split, name in splits.items()}
-        return curves | {KEPT: [point for point in curves["validation"] if point[0] == run.record.get("chosen_step")]}
-
-    splits = {"val": "validation", "test": "test"}
-    loss = run.objective.loss_figure
-    losses = {", ".join(["training", *_options_of_loss(run)]): points(run.lines, "train", "loss"), **evaluated(loss)}
-    charts = [curves_chart(losses, y_label=run.objective.loss_title, label="Loss over steps", dashed=[KEPT])]
-    for field, measure in run.objective.measures.items():
-        if field != loss:
-            name = measure.name or measure.title
-            caption = f"{name}: {measure.meaning}" if measure.meaning else ""
-            label = f"{name} over steps"
-            charts.append(
-                curves_chart(evaluated(field), y_label=measure.title, label=label, caption=caption, dashed=[KEPT])
-            )
-    return charts
+def loss_chart(run: RunFacts) -> Chart:
+    """The training loss and that of the evaluations over steps, with the weights that were kept."""
+    loss, splits = run.objective.loss_figure, {"val": "validation", "test": "test"}
+    curves = {", ".join(["training", *_options_of_loss(run)]): points(run.lines, "train", "loss")}
+    curves |= {name: points(run.lines, "eval", loss, split=split) for split, name in splits.items()}
+    curves[KEPT] = [point for point in curves["validation"] if point[0] == run.record.get("chosen_step")]
+    return curves_chart(curves, y_label=run.objective.loss_title, label="Loss over steps", dashed=[KEPT])
 
 
 def _options_of_loss(run: RunFacts) -> list[str]:
@@ -138,18 +124,6 @@ def left_out_grid(run: RunFacts) -> Grid | None:
     return ["column left out", "because"], [[name, str(reason)] for name, reason in left_out.items()]
 
 
-def gain_chart(run: RunFacts) -> Chart:
-    """Returns what the columns give, the largest first."""
-    gains = mapping_in(run.record, "scores", "gains")
-    increases = {name: number_in(gains, name, "increase") or 0.0 for name in gains}
-    first = sorted(increases, key=lambda name: -increases[name])[:MAX_GAINS]
-    title = run.objective.loss_title
-    bars = {name: {f"rise of {title}": max(0.0, increases[name])} for name in first}
-    of = f", {MAX_GAINS} of {len(gains)} columns" if len(gains) > MAX_GAINS else ""
-    label = f"How much the {title} rises without what a column says{of}"
-    return Chart(stacked_bars(bars, form="{:.4f}".format, width=WIDTH, label=label), f"{label}.")
-
-
 def gain_text(run: RunFacts) -> str:
     scores = mapping_in(run.record, "scores")
     if not mapping_in(scores, "gains"):
@@ -159,7 +133,7 @@ def gain_text(run: RunFacts) -> str:
         f"The values of a column, with all that is made of it, were exchanged among {rows:,.0f} rows of the {split} "
         f"split: without what the column says of its row, the {run.objective.loss_title} rises by so much. Columns "
         "that say the same have small rises, because each stands in for the other. The table of columns has the "
-        "standard errors."
+        "rises."
     )
 
 

@@ -10,23 +10,22 @@ from typing import Any
 from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration, num_of
-from hotrow.draw import load_template, stacked_bars
-from hotrow.report.facts import RunFacts, mapping_in, number_in, phase_points, points
+from hotrow.draw import load_template
+from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 from hotrow.report.model import (
     SPLITS,
     column_grid,
     column_text,
-    gain_chart,
     gain_text,
     kept_text,
-    learning,
     left_out_grid,
+    loss_chart,
     metrics_of,
     model_figures,
     score_charts,
     steps_of,
 )
-from hotrow.report.shapes import DASH, WIDTH, Cell, Chart, Figure, Grid, curves_chart, percent, shown
+from hotrow.report.shapes import DASH, Cell, Chart, Figure, Grid, percent, shown
 
 NAME = "report.html"
 
@@ -61,19 +60,19 @@ def view(run: RunFacts) -> dict[str, Any]:
         "model": _sections(
             ("Warnings", [], [warning_grid(run.record)], ""),
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
-            ("What each column gives", [gain_chart(run)], [], gain_text(run)),
+            ("What each column gives", [], [], gain_text(run)),
             ("Scores", score_charts(run), [], ""),
-            ("How it learned", learning(run), [], kept_text(run)),
+            ("How it learned", [loss_chart(run)], [], kept_text(run)),
         ),
         "time": time,
         "speed": speed_figures(run),
         "machine": _sections(
-            ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
-            ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
+            ("What a step is made of", [], [phase_grid(run)], ""),
+            ("Processes", [], [rank_grid(run.record)], rank_text(run.record)),
             ("Where rows lie", [], [table_grid(run.record)], where_text(run.record)),
-            ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
-            ("Hot and cold phases", hot_charts(run), [hot_grid(run.record)], ""),
-            ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
+            ("Rows that are asked for", [], [tier_grid(run.record)], ""),
+            ("Hot and cold phases", [], [hot_grid(run.record)], ""),
+            ("Bytes to the drive", [], [drive_grid(run.record)], ""),
         ),
         "commands": run.commands,
         "environment": environment(run),
@@ -207,30 +206,7 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
     )
 
 
-# ---- charts
-
-
-def step_charts(run: RunFacts) -> list[Chart]:
-    """Returns the phases of a step: in this run, in the trial before it, and over time."""
-    bars = {"run": step_ms_of(run)} | (
-        {"trial": tried} if (tried := phases_of(mapping_in(run.record, "trial"))) else {}
-    )
-    phases = {PHASES.get(name, name): curve for name, curve in phase_points(run.lines).items()}
-    return [
-        Chart(
-            stacked_bars(named_phases(bars), form=ms, width=WIDTH, label="milliseconds of a step by phase"),
-            "Milliseconds of a step by phase, mean over the run.",
-        ),
-        curves_chart(phases, y_label="ms", label="Milliseconds of a step over time, by phase"),
-    ]
-
-
-def named_phases(bars: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    return {name: {PHASES.get(phase, phase): ms for phase, ms in bar.items()} for name, bar in bars.items()}
-
-
-def ms(value: float) -> str:
-    return f"{value:.3g} ms"
+# ---- where the time goes
 
 
 def phases_of(record: Any) -> dict[str, float]:
@@ -239,9 +215,9 @@ def phases_of(record: Any) -> dict[str, float]:
     return {str(phase): ms for phase in phases if (ms := number_in(phases, phase)) is not None}
 
 
-def phase_grid(record: Mapping[str, Any]) -> Grid | None:
+def phase_grid(run: RunFacts) -> Grid | None:
     """Returns the phases in numbers, and those of the trial beside them if `hotrow plan` took one."""
-    measured, tried = phases_of(record), phases_of(mapping_in(record, "trial"))
+    measured, tried = step_ms_of(run), phases_of(mapping_in(run.record, "trial"))
     if not measured:
         return None
     total = sum(measured.values())
@@ -290,32 +266,6 @@ def rank_grid(record: Mapping[str, Any]) -> Grid:
     return ["rank", *(f"{what}, ms" for what in PHASES.values()), "a step, ms", "in exchanges, ms", "outside, ms"], rows
 
 
-def wire_grid(record: Mapping[str, Any]) -> Grid:
-    """Returns what a rank sends to others in a step, by purpose."""
-    sent = {name: number_in(record, "ranks", "wire_bytes_per_step", name) for name in WIRE}
-    total = sum(value for value in sent.values() if value)
-    rows: list[list[Cell | str]] = [
-        [WIRE[name], Cell(size(value), value), Cell(f"{value / total:.1%}", value)]
-        for name, value in sorted(sent.items(), key=lambda item: -(item[1] or 0))
-        if value
-    ]
-    return ["what a rank sends in a step, mean over ranks", "bytes", "share"], rows
-
-
-WIRE = {
-    "rows": "rows that other ranks look up",
-    "gradients": "gradients of rows, to the ranks that hold them",
-    "pooled": "pooled vectors, from the ranks that hold whole tables",
-    "pooled_gradients": "gradients of pooled vectors, to these ranks",
-    "replicated": "gradients of rows that every rank holds",
-    "dense": "gradients of dense layers, and losses",
-    "ids": "numbers of rows",
-    "counts": "lengths of messages",
-    "agreement": "agreement between ranks",
-}
-"""What ranks send in steps, by the names in run.json."""
-
-
 def of_tables(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Returns what the record has of each table in tiers."""
     tables = mapping_in(record, "memory", "tables")
@@ -351,14 +301,6 @@ def num_bytes(value: float | None) -> Cell:
     return Cell("") if value is None else Cell(size(value), value)
 
 
-def hit_charts(run: RunFacts) -> list[Chart]:
-    """Returns hit rates over time."""
-    fields = {"hits_per_lookup": "per lookup", "hits_per_row": "per different row of a batch"}
-    fields |= {"hbm_hits_per_row": "on the device, per different row"}
-    curves = {name: points(run.lines, "train", field) for field, name in fields.items()}
-    return [curves_chart(curves, y_label="share found", share=True, label="Rows found in memory, over steps")]
-
-
 def tier_grid(record: Mapping[str, Any]) -> Grid | None:
     """Returns what each tier did."""
     memory, hbm = mapping_in(record, "memory"), mapping_in(record, "memory", "hbm")
@@ -373,17 +315,6 @@ def tier_grid(record: Mapping[str, Any]) -> Grid | None:
         moved = [num_bytes(number_in(tier, field)) for field in ("read_bytes", "written_bytes")]
         rows.append([name, *counts[:2], *hits, *counts[2:], *moved])
     return ["tier", "tables", "lookups", "hits / lookup", "hits / row", "reads", "writes", "read", "written"], rows
-
-
-def hot_charts(run: RunFacts) -> list[Chart]:
-    rate = points(run.lines, "swap", "rate")
-    loss, title = points(run.lines, "swap", run.objective.loss_figure), run.objective.loss_title
-    return [
-        curves_chart(
-            {"rate": rate} if rate else {}, y_label="% of a class", label="Length of a phase, percent of a class"
-        ),
-        curves_chart({"validation": loss} if loss else {}, y_label=title, label=f"{title} at the end of each phase"),
-    ]
 
 
 def hot_grid(record: Mapping[str, Any]) -> Grid | None:
@@ -403,12 +334,6 @@ def any_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def drive_charts(run: RunFacts) -> list[Chart]:
-    curve = [(step, value / 2**20) for step, value in points(run.lines, "train", "drive_written_bytes")]
-    text = "MiB written to the drive, rows and checkpoints"
-    return [curves_chart({"written": curve} if curve else {}, y_label="MiB", label=text)]
 
 
 def drive_grid(record: Mapping[str, Any]) -> Grid | None:

@@ -51,8 +51,6 @@ def curves_chart(
     *,
     y_label: str,
     label: str,
-    share: bool = False,
-    caption: str = "",
     dashed: Collection[str] = (),
 ) -> Chart:
     """Draws curves over steps, thinned if they are long; the caption says so. dashed: curves that lie on top."""
@@ -65,12 +63,12 @@ def curves_chart(
             x_label="step",
             y_label=y_label,
             x_scale="linear",
-            y_scale="share" if share else "value",
+            y_scale="value",
             dashed=dashed,
             bands={name: found.band for name, found in thinned.items()},
             width=WIDTH,
             height=HEIGHT,
             label=label,
         ),
-        (caption or label) + "." + (note if per_point > 1 else ""),
+        label + "." + (note if per_point > 1 else ""),
     )

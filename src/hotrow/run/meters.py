@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -104,18 +104,11 @@ class LoopPart(Protocol):
         return ()
 
 
-class Spans(Protocol):
-    """What a clock tells of each of its laps."""
-
-    def span(self, phase: str | None, start: float, end: float) -> None:
-        """Notes that `phase` took the time from `start` to `end`, in seconds of `time.perf_counter`."""
-
-
 class StepClock(LoopPart):
-    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap, and tells `listeners` of it."""
+    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap, and calls `wire` with it."""
 
-    def __init__(self, session: Session | None = None, listeners: Sequence[Spans] = ()) -> None:
-        self._session, self._listeners, self._last = session or Session(), listeners, time.perf_counter()
+    def __init__(self, session: Session | None = None, wire: Callable[[str | None], object] | None = None) -> None:
+        self._session, self._wire, self._last = session or Session(), wire, time.perf_counter()
         self._logged: State | None = None
         """Where the session stood at its last `train` line."""
 
@@ -124,8 +117,8 @@ class StepClock(LoopPart):
         now = time.perf_counter()
         if phase is not None:
             self._session.state.seconds[phase] += now - self._last
-        for listener in self._listeners:
-            listener.span(phase, self._last, now)
+        if self._wire is not None:
+            self._wire(phase)
         self._last = now
 
     @override

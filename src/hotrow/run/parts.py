@@ -19,7 +19,7 @@ from hotrow.base.progress import TimeLeft, duration, rate
 from hotrow.batch import Batch
 from hotrow.config.schema import interval_steps, is_due
 from hotrow.kernels import ops
-from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
+from hotrow.parallel.agreement import MAX_NAMED, check_still_same, everyone
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.ending import finish
@@ -176,7 +176,7 @@ class Checkpoints(LoopPart):
     def __init__(self, training: Training) -> None:
         self._training, config = training, training.config
         self._every = interval_steps(config.checkpoint.every, steps_per_epoch=training.steps_per_epoch)
-        self._still_same, self._is_best = StillSame(training.comm), False
+        self._is_best = False
 
     @override
     def after_eval(self, *, is_best: bool) -> None:
@@ -194,7 +194,7 @@ class Checkpoints(LoopPart):
         """Raises ValueError if ranks went apart. `now`, before a checkpoint: it is then of one model."""
         training, state = self._training, self._training.state
         weights = training.parts.model.parameters()
-        self._still_same.check(state.step, (state.epoch, state.batch), weights, now=now)
+        check_still_same(training.comm, state.step, (state.epoch, state.batch), weights, now=now)
 
     def _save(self) -> None:
         """Saves a checkpoint, and removes older ones as the config says."""

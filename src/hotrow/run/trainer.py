@@ -131,7 +131,7 @@ class Training:
         self.turns.attach(embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         most = checkpoint_bytes(config, setup.tables, self.parts.model, with_ids=setup.in_tiers or several)
         wire = [WireMeter(self.comm, self.session, wire_dtype=config.parallel.wire_dtype)] if several else []
-        self.clock = StepClock(self.session, wire)
+        self.clock = StepClock(self.session, wire[0].lap if wire else None)
         tiers = embedding.placement.find(Tiers)
         self.writes = WriteMeter(tiers, config.write_budget, self.session, checkpoint_bytes=most)
         self.loop_parts: list[LoopPart] = [

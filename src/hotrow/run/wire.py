@@ -33,8 +33,8 @@ class WireMeter(LoopPart):
         self._logged: Counter[str] | None = None
         """What was counted at the last `window`."""
 
-    def span(self, phase: str | None, start: float, end: float) -> None:
-        """Counts what was sent in a lap of the clock; see `Spans`."""
+    def lap(self, phase: str | None) -> None:
+        """Counts what was sent in a lap of the clock."""
         now = self._now()
         if phase is not None:
             self._in_steps += now - self._seen

@@ -19,7 +19,7 @@ batch finds them there, so a cache hits no less than one of their rows would: `T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -411,42 +411,30 @@ class CountsPlan:
     num_steps: float
     depth: int
     least_cached: Mapping[str, int]
+    _uses: dict[tuple[str, int], TableUse] = field(default_factory=dict, repr=False)
     _solved: dict[tuple[Any, ...], list[TableSlots]] = field(default_factory=dict, repr=False)
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
-        """Returns slots for each table. Raises ValueError if a table has no counts, and as `solve` does."""
+        """Returns slots for each table, as found before. Raises ValueError if a table has no counts, and as `solve`."""
         key = (*demands, budget_bytes)
-        return self._solved[key] if key in self._solved else self.solver(self.uses(demands))(budget_bytes)
-
-    def solver(self, uses: Sequence[TableUse]) -> Callable[[int], list[TableSlots]]:
-        """Returns the plan of tables with their accesses as a function of the budget; it remembers what it finds."""
-        demands = [use.demand for use in uses]
-
-        def solved(budget_bytes: int) -> list[TableSlots]:
-            key = (*demands, budget_bytes)
-            if key not in self._solved:
-                self._solved[key] = plan_tables(uses, budget_bytes)
-            return self._solved[key]
-
-        return solved
+        if key not in self._solved:
+            self._solved[key] = plan_tables(self.uses(demands), budget_bytes)
+        return self._solved[key]
 
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
-        """Returns the tables with their accesses."""
+        """Returns the tables with their accesses, which are read once."""
         for demand in demands:
-            if demand.name not in self.counts:
+            name, key = demand.name, (demand.name, demand.num_rows)
+            if name not in self.counts:
                 raise ValueError(
-                    f"plan_by_counts has no counts for table {demand.name!r}; it has {', '.join(self.counts) or 'none'}"
+                    f"plan_by_counts has no counts for table {name!r}; it has {', '.join(self.counts) or 'none'}"
                 )
-        return [
-            TableUse(
-                demand,
-                self.counts[demand.name],
-                num_steps=self.num_steps,
-                depth=self.depth,
-                least_cached=self.least_cached.get(demand.name, MIN_ROWS),
-            )
-            for demand in demands
-        ]
+            if key not in self._uses:
+                least = self.least_cached.get(name, MIN_ROWS)
+                self._uses[key] = TableUse(
+                    demand, self.counts[name], num_steps=self.num_steps, depth=self.depth, least_cached=least
+                )
+        return [self._uses[demand.name, demand.num_rows].of(demand) for demand in demands]
 
 
 def plan_by_counts(

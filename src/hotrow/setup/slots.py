@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hotrow.base.files import disk_free_bytes, size
@@ -11,7 +11,7 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import MIN_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.setup.demand import accesses_of, demands_of, most_rows
-from hotrow.setup.divide import Counted, CountsPlan, TableUse, plan_by_counts
+from hotrow.setup.divide import Counted, CountsPlan, plan_by_counts
 from hotrow.tables import TableConfig
 
 
@@ -34,7 +34,6 @@ class SlotPlanner:
     budget: int = 0
     dataset: PackedDataset | None = None
     training: bool = True
-    _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def plain(self) -> list[TableDemand]:
@@ -56,14 +55,6 @@ class SlotPlanner:
             least_cached={t.name: max(MIN_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
 
-    def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
-        """Returns the tables with their accesses; there must be a `plan`."""
-        assert self.plan is not None
-        plain = (*self.plain,)
-        if plain not in self._uses:
-            self._uses[plain] = self.plan.uses(plain)
-        return [use.of(demand) for use, demand in zip(self._uses[plain], demands, strict=True)]
-
     def slots_in(self, memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
         """Returns how rows are written, and the slots that tables get, if they train with `memory`."""
         settled = self.settled(memory)
@@ -76,10 +67,7 @@ class SlotPlanner:
         Raises ValueError if the smallest caches there are do not fit.
         """
         memory, demands, left = self._room(budget, writes)
-        if self.plan is None:
-            return memory, demands, plan_slots(demands, left)
-        plan = self.plan
-        return replace(memory, plan=plan), demands, plan.solver(self.uses(demands))(left)
+        return replace(memory, plan=self.plan), demands, (self.plan or plan_slots)(demands, left)
 
     def _room(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], int]:
         """Returns a memory of `budget` bytes, what tables take then, and the bytes for their slots."""
@@ -101,10 +89,10 @@ class SlotPlanner:
     def short(self, budget: int, writes: Writes) -> str | None:
         """Returns why `budget` bytes are not enough for a step; None if they are. All plans keep room for a batch."""
         if self.plan is not None:
-            self.uses(self.plain)  # what is wrong with counts, no budget would mend
+            self.plan.uses(self.plain)  # what is wrong with counts, no budget would mend
         try:
             _, demands, left = self._room(budget, writes)
-            slots = plan_slots(demands, left) if self.plan is None else self.plan.solver(self.uses(demands))(left)
+            slots = (self.plan or plan_slots)(demands, left)
         except ValueError:
             return "the smallest caches there are do not fit"
         return self._lacks(slots)

@@ -214,7 +214,16 @@ class ColumnsSource:
             dictionaries = DictionaryReader(self.schema.missing)
             columns = tuple(dict.fromkeys(self._columns + self._keep))
             for rows in self._reader.read(file_index, first, columns, rows_per_chunk):
+                if start == Position() and self._has_time and rows_per_chunk >= FIRST_ROWS and rows.batch.num_rows:
+                    self._keep_first_times(rows.batch)
                 yield self._convert(file_index, rows, dictionaries)
+
+    def _keep_first_times(self, batch: pa.RecordBatch) -> None:
+        """Takes the first times from the first rows, so that the file is not opened for them."""
+        assert self.schema.time is not None, "it has a time"
+        if "_first_times" not in self.__dict__:
+            column = self._columns.index(self.schema.time.column)
+            self._first_times = self._cells(batch.column(column).slice(0, FIRST_ROWS))
 
     def _wanted_columns(self) -> tuple[str, ...]:
         """Returns the columns to read. Raises ValueError naming one that no file has, and the nearest name."""

@@ -314,8 +314,6 @@ class Schema(_Strict):
     """Everything that preparation needs to know about tabular logs; docs/prepare.md has an example."""
 
     version: Literal[1] = 1
-    """1: as before hotrow knew more missing texts than the empty one: only it is missing, only in CSV and JSON Lines,
-    and no cell may be odd."""
     labels: Annotated[tuple[LabelSpec, ...], BeforeValidator(_listed), Field(alias="label", min_length=1)]
     """What a model predicts: one label, or a list of several."""
     weight: WeightSpec | None = None
