@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_resume import BASE, outcome, signal_at
+from test_resume import config, outcome, signal_at
 
 import hotrow
 from at_step import raise_at
 from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.hot.hot_set import HotRows, HotSet
@@ -57,8 +56,7 @@ def data(
 
 
 def trained(data: Path, run: Path, *changes: str) -> RunFolder:
-    raw = apply_overrides({**BASE, "data": str(data), "run": str(run)}, [*TURNS, *changes])
-    return runs.train(make_config(raw), quiet=True)
+    return runs.train(config(data, run, [*TURNS, *changes]), quiet=True)
 
 
 @pytest.fixture
