@@ -34,6 +34,7 @@ from hotrow.data.sources import inputs
 from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
 from hotrow.data.sources.schema import parse_schema
 from kill_prepare import KILL_PREPARE
+from loops import looped
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 from resealed import reseal
 
@@ -250,7 +251,7 @@ def test_criteo_days_split_by_file(tmp_path: Path) -> None:
     assert {name: limited.split(name).num_rows for name in limited.splits} == {"train": 30, "test": 5, "val": 5}
 
 
-@pytest.mark.parametrize("missing", ["NA", "null", "\\N", ""])
+@looped("missing", ["NA", "null", "\\N", ""])
 def test_criteo_is_recognised_by_a_row_with_missing_texts(missing: str, tmp_path: Path) -> None:
     fields = ["1", *["2"] * 13, *["68fd1e64"] * 26]
     fields[3] = fields[20] = fields[39] = missing
@@ -454,7 +455,7 @@ def test_killed_at_any_rename_and_continued_gives_the_same_bytes(tmp_path: Path,
         assert hashes == result["plain"], when
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         ({"source": "creteo"}, "source 'creteo' is not known; did you mean 'criteo'"),
@@ -478,9 +479,7 @@ def test_options_out_of_range_are_named(tmp_path: Path, arguments: dict[str, Any
     assert "sample" in arguments or not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("256MiB", 2**28), ("4GB", 4 * 10**9), (" 1.5 kib ", 1536), ("7", 7), (5, 5)]
-)
+@looped(("text", "value"), [("256MiB", 2**28), ("4GB", 4 * 10**9), (" 1.5 kib ", 1536), ("7", 7), (5, 5)])
 def test_sizes_are_read(text: str | int, value: int) -> None:
     assert parse_bytes(text) == value
 

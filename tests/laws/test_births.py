@@ -30,7 +30,7 @@ PARTS = {  # rows of the part, and how they start
 }
 
 
-@pytest.mark.parametrize("births", [births for _, births in PARTS.values()])
+@looped("births", [births for _, births in PARTS.values()])
 def test_runs_are_the_births_in_order(births: Births) -> None:
     for start in (0, 1, 6, 7, 8, 39, 40, 41):
         for stop in range(start, start + 50):
@@ -64,7 +64,7 @@ def test_rows_of_a_part_on_every_instruction_set(births: Births, dim: int, zero_
 
 
 @needs_native
-@pytest.mark.parametrize(("column", "dim"), [(0, 4), (4, 7), (8, 1), (12, 64)])
+@looped(("column", "dim"), [(0, 4), (4, 7), (8, 1), (12, 64)])
 def test_columns_of_a_part_on_every_instruction_set(column: int, dim: int) -> None:
     key, births = types.row_key(3, "user"), Births(prefix=2, first=5, step=3)
     ids = torch.tensor([births.of(row) for row in range(40)])

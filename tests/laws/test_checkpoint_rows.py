@@ -30,6 +30,7 @@ from hotrow.placement.stores import StoreError
 from hotrow.run import checkpoint_rows
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.tables import TableConfig
+from loops import looped
 from resealed import reseal
 
 RECORD = 8 * 4
@@ -204,9 +205,9 @@ def test_a_resumed_process_goes_on_with_the_chain(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("where", [None, "others"])
-@pytest.mark.parametrize("seed", [3, 8])
-@pytest.mark.parametrize("optimizer", ["row_wise_adagrad", "ftrl"])
+@looped("where", [None, "others"])
+@looped("seed", [3, 8])
+@looped("optimizer", ["row_wise_adagrad", "ftrl"])
 def test_rows_in_no_link_become_what_they_were_made_as(
     tmp_path: Path, where: str | None, seed: int, optimizer: str
 ) -> None:
@@ -380,7 +381,7 @@ def test_a_checkpoint_of_a_part_is_whole_and_ends_no_chain(tmp_path: Path) -> No
     assert len(chains(save_checkpoint(tmp_path / "step-3", other))["e/t"]["links"]) == 1
 
 
-@pytest.mark.parametrize("what", ["removed", "moved", "file removed", "cut", "another"])
+@looped("what", ["removed", "moved", "file removed", "cut", "another"])
 def test_where_the_checkpoint_before_is_gone_a_chain_begins_anew(tmp_path: Path, what: str) -> None:
     model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
     for each in (model, plain):
@@ -450,7 +451,7 @@ def test_a_damaged_link_is_named(tmp_path: Path, name: str) -> None:
         load_checkpoint(path, model.parts)
 
 
-@pytest.mark.parametrize("rows", [[5, 4, 3], [1, 1, 2], [-1, 0, 1], [1, 2, 700]])
+@looped("rows", [[5, 4, 3], [1, 1, 2], [-1, 0, 1], [1, 2, 700]])
 def test_rows_that_do_not_rise_are_refused_before_anything_changes(tmp_path: Path, rows: list[int]) -> None:
     model, path = damaged(tmp_path)
     file = path / "embedding" / "u" / "001.safetensors"

@@ -17,6 +17,7 @@ from hotrow.data.chunk import Keys
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform
+from loops import looped
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -349,7 +350,7 @@ def test_published_vectors() -> None:
         assert " | ".join(map(str, line)) in docs
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rows", "entry", "fields"),
     [
         ({}, {"cross": {"columns": ["user", "itm"], "into": "made"}}, ["'itm'", "item"]),

@@ -114,7 +114,7 @@ def check(guessed: Callable[[np.ndarray[Any, Any]], Schema], held: np.ndarray[An
     assert guessed(~held) != nothing, "labels of training rows decide"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@looped("kind", KINDS)
 def test_a_table_may_begin_with_its_newest_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample_less(monkeypatch)
     backwards = np.arange(ROWS)[::-1]

@@ -30,6 +30,7 @@ from hotrow.placement import copies as copies_module
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.setup import setup
+from loops import looped
 from sampled import sampled
 
 OPTIMIZERS = {  # and the bytes of a row with its states
@@ -438,7 +439,7 @@ def test_saved_and_stopped_while_rows_cross(
     assert in_dram and {*gate.passed} == {"read", "write"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@looped("seed", range(4))
 def test_rows_that_changed_are_those_that_were_noted(seed: int) -> None:
     """Against a set. All are to cross if more than a share changed, and not long before."""
     generator, num_slots = np.random.default_rng(seed), 1000

@@ -174,7 +174,7 @@ def make_large_case(*, crowded: bool = False, dtype: Dtype = "float32") -> Case:
 
 
 @needs_native
-@pytest.mark.parametrize(
+@looped(
     ("case", "crowded"),
     sampled(
         [*((a, "float32") for a in ALGORITHMS), ("sgd", "float16"), ("sgd", "bfloat16")], [False, True], pairs=False
@@ -246,7 +246,7 @@ def make_unlike_tables(seed: int) -> Case:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@looped("algorithm", ALGORITHMS)
 def test_tables_of_every_kind_side_by_side(algorithm: Algorithm) -> None:
     """One call serves tables that differ in storage, width and pooling: none may be read as its neighbour is."""
     case = make_unlike_tables(11)

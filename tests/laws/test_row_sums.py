@@ -97,7 +97,7 @@ def test_sums_against_plain_loops(dim: int, pooling: str, weighted: bool) -> Non
         check(case.layout, cut(case, tree.starts(13, 4)), case.weights, (0, 4), (jagged, id_dtype))
 
 
-@pytest.mark.parametrize(("starts", "leaves"), [
+@looped(("starts", "leaves"), [
     ([0, 13], (0, 1)),
     ([0, 4, 8, 13], (0, 3)),
     ([0, 4, 8, 13], (0, 4)),
@@ -144,7 +144,7 @@ def test_work_cut_into_many_tasks() -> None:
         assert_same_sums(found, truth, where)
 
 
-@pytest.mark.parametrize("cuts", [(0, 3, 8), (0, 2, 4, 8), (0, 1, 2, 5, 6, 8), (0, 0, 7, 8)])
+@looped("cuts", [(0, 3, 8), (0, 2, 4, 8), (0, 1, 2, 5, 6, 8), (0, 0, 7, 8)])
 def test_nodes_of_several_ranks_give_the_sums_of_one(cuts: tuple[int, ...]) -> None:
     case = make_case(8, dim=7, num_samples=40, num_batches=2)
     starts = tree.starts(40, 8)

@@ -31,6 +31,7 @@ from hotrow.data.prepare.statistics import NUM_FOLDS
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import FOLD_SALT, RandomPlan, uniform_of
+from loops import looped
 from prepare_data import SCHEMA as SCHEMA_OF_EVERY_KIND
 from prepare_data import file_hashes, make_rows, write_parquet
 
@@ -413,7 +414,7 @@ def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pyt
         prepared(rows, tmp_path, split="time")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "named"),
     [
         ({"statistics": ["price2"]}, "price2"),
@@ -496,7 +497,7 @@ def codes_by_time(rows: Rows) -> list[int]:
     return [0 if row < first else 1 if row < second else 2 for row in range(len(times))]
 
 
-@pytest.mark.parametrize("kind", [pa.timestamp("ms"), pa.timestamp("ns", "Asia/Kolkata"), pa.float64(), pa.string()])
+@looped("kind", [pa.timestamp("ms"), pa.timestamp("ns", "Asia/Kolkata"), pa.float64(), pa.string()])
 def test_a_lag_is_in_the_unit_of_the_times(kind: pa.DataType, tmp_path: Path) -> None:
     rows = with_times(some_rows(300))
     wanted = lagged(rows, tmp_path / "seconds", "random", "10m")
@@ -575,7 +576,7 @@ def test_rows_that_wait_are_counted_in_pieces(tmp_path: Path) -> None:
     assert peak_bytes(num_chunks) < 2 * peak_bytes(1)
 
 
-@pytest.mark.parametrize("form", [None, float, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
+@looped("form", [None, float, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
 def test_a_lag_needs_times_with_a_unit(form: str | type[float] | None, tmp_path: Path) -> None:
     rows = some_rows(100)
     if form is float:

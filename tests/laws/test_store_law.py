@@ -198,7 +198,7 @@ def test_any_schedule_of_several_tables_on_one_engine(
     run_schedule(tmp_path, medium, seed, tuple(sizes), num_steps=80, depth=depth)
 
 
-@pytest.mark.parametrize(("medium", "record_bytes"), sampled(MEDIA, [4, 100, 512], pairs=False))
+@looped(("medium", "record_bytes"), sampled(MEDIA, [4, 100, 512], pairs=False))
 def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: int) -> None:
     """Each thread owns every fourth row, so that all meet in every sector; none may lose another's bytes."""
     num_threads, num_rows, errors = 4, 1200, []

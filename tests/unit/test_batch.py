@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> 
         KeyedJaggedTensor(**{"keys": KEYS, "values": VALUES, **arguments})
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@looped("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_lengths_and_offsets_of_any_integers_say_the_same(dtype: torch.dtype) -> None:
     lengths, offsets = tensor(2, 0, 1, 2, dtype=dtype), tensor(0, 2, 2, 3, 5, dtype=dtype)
     for arguments in ({"lengths": lengths}, {"offsets": offsets}, {"lengths": lengths, "offsets": offsets}):
@@ -147,8 +147,8 @@ def test_a_table_has_columns(dim: int) -> None:
         TableConfig(name="t", num_embeddings=4, embedding_dim=dim, feature_names=("f",))
 
 
-@pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@looped("bad", [-1, 4, 2**31 - 1, -(2**31)])
+@looped("dtype", [torch.int32, torch.int64])
 def test_ids_outside_the_table_are_named_wherever_they_stand(dtype: torch.dtype, bad: int) -> None:
     emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
     lengths = tensor(1, 2, 0, 3)

@@ -16,6 +16,7 @@ import pytest
 from forked import run_forked
 from hotrow.kernels import ops
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
+from loops import looped
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 ROWS = TableRows(table="item", record_bytes=512, num_rows=1000)
@@ -52,7 +53,7 @@ def held(store: Store, rows: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
+@looped(
     ("places", "written", "stay"),
     [
         (1, [4, 9], [9]),

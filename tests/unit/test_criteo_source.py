@@ -206,7 +206,7 @@ def test_another_delimiter_throughout_is_named(tmp_path: Path) -> None:
         read(path)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("content", "message"),
     [
         (b"", "the file is empty"),

@@ -13,6 +13,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels.types import split, to_float16
 from hotrow.optim import SGD, RowWiseAdagrad
 from hotrow.tables import Dtype
+from loops import looped
 
 TABLES = (
     TableConfig(name="user", num_embeddings=10, embedding_dim=3, feature_names=("user",)),
@@ -228,8 +229,8 @@ def test_weights_beyond_float16_are_refused_with_their_row(monkeypatch: pytest.M
     assert float(emb.float32("item").max()) == 65504.0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
+@looped("dtype", ["float32", "bfloat16"])
+@looped("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
 def test_copies_train_on_their_own(duplicate, dtype: Dtype) -> None:
     emb = make(dtype=dtype)
     before = emb.float32("user").clone()

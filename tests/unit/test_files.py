@@ -24,6 +24,7 @@ from hotrow.base.files import (
     write_json,
 )
 from hotrow.base.machine import _cgroup_available_bytes, available_memory_bytes
+from loops import looped
 
 
 def test_atomic_write_replaces_whole_and_private(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_room_is_taken_and_bytes_stay(tmp_path: Path, monkeypatch: pytest.Monkey
             assert (tmp_path / "a").read_bytes() == b"head" + bytes(96)
 
 
-@pytest.mark.parametrize("refused", ["nothing", "folders", "unseen", "all"])
+@looped("refused", ["nothing", "folders", "unseen", "all"])
 def test_a_folder_is_claimed_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     """If folders cannot be locked, or their locks are not seen on other machines, a file is; else nobody can tell."""
     plain, folders = fcntl.flock, []
@@ -103,20 +104,18 @@ def test_json_for_others(tmp_path: Path) -> None:
         write_json(path, float("nan"))
 
 
-@pytest.mark.parametrize("name", ["a", "item id", "Gerät", "a.b", "x" * 200])
+@looped("name", ["a", "item id", "Gerät", "a.b", "x" * 200])
 def test_check_name_accepts(name: str) -> None:
     assert check_name(name) == name
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", ".a", "a/b", "/a", "a\0", "a\n", "..\\a", "x" * 201, "\ud800", 3, None]
-)
+@looped("name", ["", ".", "..", ".a", "a/b", "/a", "a\0", "a\n", "..\\a", "x" * 201, "\ud800", 3, None])
 def test_check_name_refuses(name: str) -> None:
     with pytest.raises(ValueError, match="table name"):
         check_name(name, what="table name")
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 4096, 9_999, 10_000])
+@looped("cut", [0, 1, 7, 4096, 9_999, 10_000])
 def test_checksums_of_pieces_join(tmp_path: Path, cut: int) -> None:
     data = os.urandom(5_000) + bytes(5_000)
     (tmp_path / "file").write_bytes(data)

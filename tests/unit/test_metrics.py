@@ -19,6 +19,7 @@ from hotrow.objectives.binary import BinaryCrossEntropy, auc, entropy
 from hotrow.objectives.by_group import group_auc
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.squared_error import SquaredError
+from loops import looped
 
 
 def compute(scores: np.ndarray, labels: np.ndarray) -> dict:
@@ -124,7 +125,7 @@ def test_entropy() -> None:
     assert entropy(0.0) == entropy(1.0) == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     ("scores", "labels", "message"),
     [
         ([0.0, math.nan], [0, 1], "1 of 2 scores are NaN or infinite"),

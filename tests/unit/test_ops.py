@@ -224,7 +224,7 @@ def test_dot_interaction_order_of_pairs() -> None:
     assert ops.dot_interaction(dense, pooled).tolist() == [[1.0, 0.0, *map(float, pairs)]]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("dense", "pooled"),
     [
         (torch.zeros(2, 3), torch.zeros(2, 4, 5)),

@@ -330,7 +330,7 @@ def test_names_and_sizes_the_writer_refuses(tmp_path: Path) -> None:
         PackedWriter(tmp_path / "data", make_info(), rows_per_block=0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "message"),
     [
         ({"dense": (DenseColumn("x"), DenseColumn("x"))}, "dense column name 'x' is used twice"),
@@ -360,7 +360,7 @@ def test_a_schema_of_the_wrong_types() -> None:
         DatasetInfo(name="x", features=(Feature("a", "a"),), tables=(Table("a", 1),), unknown=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("kinds", [["binary"], ["number"], ["binary", "number"], ["binary", "binary"]])
+@looped("kinds", [["binary"], ["number"], ["binary", "number"], ["binary", "binary"]])
 def test_labels_are_a_matrix(kinds: list[Any], tmp_path: Path) -> None:
     rows = make_rows(250)
     labels = np.stack([rows.label, np.linspace(-3, 1e6, 250, dtype=np.float32)], axis=1)

@@ -21,6 +21,7 @@ from hotrow.setup import memory as placement
 from hotrow.setup import memory as room
 from hotrow.setup.demand import accesses_of, demands_of, required_bytes
 from hotrow.tables import WHOLE, Births, TableConfig
+from loops import looped
 
 TABLES = [
     TableConfig(name="large", num_embeddings=1_000_000, embedding_dim=16, feature_names=("a", "b")),
@@ -166,7 +167,7 @@ def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     assert scored is not None and scored.plan is None
 
 
-@pytest.mark.parametrize(
+@looped(
     ("kind", "what"),
     [("tmpfs", "is memory"), *((name, "is on a network file system") for name in ("nfs4", "smb3", "fuse.glusterfs"))],
 )

@@ -24,6 +24,7 @@ from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.options import NAMES, ReadOptions
 from hotrow.data.sources.schema import parse_schema
+from loops import looped
 from raw_rows import read
 
 N = 400
@@ -119,7 +120,7 @@ def test_one_missing_label_is_passed_by_what_the_error_proposes(
     command("fit", logs, *flags(told), flag[0], "1", *small)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("told", "message"),
     [
         ({"exclude": ["note"], "dense": ["note"]}, "column 'note' is listed in dense and in exclude"),

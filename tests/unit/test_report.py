@@ -24,6 +24,7 @@ from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
+from loops import looped
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
 MAX_BYTES = 1_500_000
@@ -133,14 +134,14 @@ def test_a_day_that_was_scored_before_training_alone_is_not_said_to_be_scored_af
     assert summary(day)["auc"] is None and summary(day)["split"] == ""
 
 
-@pytest.mark.parametrize("status", ["finished", "interrupted", "failed", "running"])
+@looped("status", ["finished", "interrupted", "failed", "running"])
 def test_a_record_that_came_to_nothing_has_a_page(status: str) -> None:
     page = Elements(report_page(RunFacts(name="r", record=record(status=status), lines_left_out=1)))
     assert "1 line of metrics.jsonl could not be read" in page.text
     assert "svg" not in page.tags
 
 
-@pytest.mark.parametrize("odd", [None, 3, "<b>", [], [1], {}, {"x": 1}, float("inf"), 10**400, -1e99])
+@looped("odd", [None, 3, "<b>", [], [1], {}, {"x": 1}, float("inf"), 10**400, -1e99])
 def test_a_record_of_odd_types_has_a_page(odd: Any) -> None:
     """A part of run.json may be any JSON, and who edits the file can make its checksum right."""
     parts = ("tables", "tiers", "hbm", "stall_share", "hits_per_lookup", "dram_bytes")

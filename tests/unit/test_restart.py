@@ -14,6 +14,7 @@ from hotrow.run import restart
 from hotrow.run.folder import RUN, RunFolder, SilentFolder
 from hotrow.run.restart import how_to_go_on, launch_of, restart_folder
 from hotrow.run.runs import threads
+from loops import looped
 
 CONFIG = make_config({"data": "data/criteo"})
 
@@ -123,7 +124,7 @@ def test_an_environment_that_names_no_place_to_meet() -> None:
         pass
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "num_processes", "wanted"),
     [(None, 1, 3), (None, 2, 4), (None, 3, 2), (None, 16, 1), ("1", 2, 4), ("1", 1, 3), ("3", 2, 3)],
 )

@@ -138,7 +138,7 @@ def test_members_that_come_late_are_columns_to_prepare(tmp_path: Path) -> None:
     assert "new" in schema.feature_names and num_rows == 20_050
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
+@looped("suffix", FORMATS)
 def test_a_small_table_is_its_sample(suffix: str, tmp_path: Path) -> None:
     for part in range(3):
         FORMATS[suffix](late(200 + part, first=50), tmp_path / f"{part}.{suffix}")

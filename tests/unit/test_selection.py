@@ -8,6 +8,7 @@ from sklearn.metrics import log_loss
 
 from hotrow.objectives import OBJECTIVES
 from hotrow.run.selection import NUM_PARTS, losses_of_parts, step_to_stop_at
+from loops import looped
 
 
 def line(step: int, losses: Any) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def test_losses_of_parts_are_means_of_log_losses(num_rows: int) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("worse", "step"), [(-0.1, 30), (0.4, 30), (0.6, 10), (3.0, 10)])
+@looped(("worse", "step"), [(-0.1, 30), (0.4, 30), (0.6, 10), (3.0, 10)])
 def test_a_later_step_counts_if_it_is_within_half_a_standard_error(worse: float, step: int) -> None:
     generator = np.random.default_rng(1)
     best, noise = generator.random(NUM_PARTS), generator.normal(size=NUM_PARTS)

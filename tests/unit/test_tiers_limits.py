@@ -28,6 +28,7 @@ from hotrow.kernels import ops
 from hotrow.placement.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
 from hotrow.placement.stores import StoreError
 from hotrow.run.storage import describe
+from loops import looped
 
 NUM_ROWS = 3000
 pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads")
@@ -56,19 +57,19 @@ def emb(tmp_path: Path) -> EmbeddingCollection:
     return make(tmp_path / "kept")
 
 
-@pytest.mark.parametrize("dram", ["", "2 parsecs", "much", "-1GiB", "1e9", "0x10", "1.2.3GiB", "nan", "inf"])
+@looped("dram", ["", "2 parsecs", "much", "-1GiB", "1e9", "0x10", "1.2.3GiB", "nan", "inf"])
 def test_sizes_that_are_not_understood(tmp_path: Path, dram: str) -> None:
     with pytest.raises(ValueError, match="is not understood; write a number and a unit, such as 2GiB or 500MB"):
         Memory(dram=dram, ssd=tmp_path)
 
 
-@pytest.mark.parametrize("dram", [0, -5, "0", "0 GiB", 2.5, None, True, b"2GiB"])
+@looped("dram", [0, -5, "0", "0 GiB", 2.5, None, True, b"2GiB"])
 def test_sizes_that_are_none(tmp_path: Path, dram: Any) -> None:
     with pytest.raises(ValueError, match=r"Memory: dram is .*; it must be a positive number of bytes, such as '2GiB'"):
         Memory(dram=dram, ssd=tmp_path)
 
 
-@pytest.mark.parametrize(
+@looped(
     "folders",
     [
         {}, {"ssd": "a", "file": "b"}, {"ssd": ""}, {"file": ""}, {"ssd": "a", "file_bytes": 9},
@@ -80,7 +81,7 @@ def test_one_folder_is_named_or_three_tiers(folders: dict[str, str]) -> None:
         Memory(dram="1GiB", **folders)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, b"1GiB"])
+@looped("size", [0, -1, True, 1.5, b"1GiB"])
 def test_a_middle_tier_has_a_size(size: Any) -> None:
     with pytest.raises(ValueError, match=r"file_bytes is .*; it must be a positive number of bytes"):
         Memory(dram="1GiB", ssd="a", file="b", file_bytes=size)
@@ -95,8 +96,8 @@ def test_memory_of_another_kind(memory: Any) -> None:
         EmbeddingCollection(tables, memory=memory)
 
 
-@pytest.mark.parametrize("kind", ["ssd", "file", "middle"])
-@pytest.mark.parametrize("below", [False, True])
+@looped("kind", ["ssd", "file", "middle"])
+@looped("below", [False, True])
 def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None:
     (tmp_path / "taken").write_text("mine")
     path = tmp_path / "taken" / "deeper" if below else tmp_path / "taken"

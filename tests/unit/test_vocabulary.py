@@ -16,6 +16,7 @@ from hotrow.data import reference
 from hotrow.data.chunk import Keys
 from hotrow.data.native import Counter, hash_keys, merge_runs
 from hotrow.data.packed.vocabulary import Vocabulary, build_vocabulary, open_counts
+from loops import looped
 
 STRINGS = [b"red", b"green", b"red", b"", b"red", b"green", b"blue and long enough for two words"]
 
@@ -194,7 +195,7 @@ def forge(path: Path, section: int, change: object) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("section", "name", "change"),
     [
         (0, "directory", lambda raw: b"\xff" * 4 + raw[4:]),
