@@ -191,7 +191,7 @@ def test_rows_to_judge_by_that_are_gone_are_a_warning(logs: Path, tmp_path: Path
         assert run.export(tmp_path / "out", rows="int8")["row_cost"] is None
 
 
-@pytest.mark.parametrize("form", ["int4", ["int8"], None, "bf16"])
+@looped("form", ["int4", ["int8"], None, "bf16"])
 def test_a_forged_format_is_refused(run: hotrow.Run, tmp_path: Path, form: Any) -> None:
     """By its name, or because the file holds another tensor."""
     run.export(tmp_path / "out", rows="int8")

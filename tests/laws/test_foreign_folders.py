@@ -20,6 +20,7 @@ import mutate
 from hotrow.kernels.ops import backend
 from hotrow.run.checkpoint_files import crc32, read_manifest
 from hotrow.run.folder import RunFolder
+from loops import looped
 from mutate_sealed import PREPARE, faults_of_case, make_artifacts, newest
 from resealed import reseal
 
@@ -211,7 +212,7 @@ def twice(ids: Any) -> None:
     ids[1] = ids[0]
 
 
-@pytest.mark.parametrize("change", [two_swapped, negative, too_large, twice])
+@looped("change", [two_swapped, negative, too_large, twice])
 def test_row_ids_that_do_not_rise_are_refused_by_every_verb(made: Path, change: Callable[[Any], None]) -> None:
     """Export wrote wrong weights from them, and check called them whole. All checksums are right."""
     file = next(path for path in links_of(made) if len(load_file(path)["rows"]) > 1)

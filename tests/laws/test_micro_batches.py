@@ -36,6 +36,7 @@ from hotrow.kernels import ops, tree
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.setup import setup
+from loops import looped
 from sampled import sampled
 
 f32 = np.float32
@@ -284,7 +285,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "num_parts"), sampled(OPTIMIZERS, [2, 3, 4, 8], pairs=False))
+@looped(("optimizer", "num_parts"), sampled(OPTIMIZERS, [2, 3, 4, 8], pairs=False))
 def test_steps_are_those_of_plain_loops(data: Data, tmp_path: Path, optimizer: str, num_parts: int) -> None:
     check_steps(data, tmp_path, OPTIMIZERS[optimizer], num_parts)
 

@@ -487,7 +487,7 @@ def test_no_day_comes_before_the_first_one_that_was_exported(
     assert walk_days(tmp_path / "logs", tmp_path / "chain", **given)["new"] == ["day_2"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "error"),
     [
         ({"keep": 0}, r"keep is 0; it must be at least 1"),

@@ -176,7 +176,7 @@ def test_what_other_files_read_is_no_bad_field(either: ModuleType, tmp_path: Pat
     assert flat(read(tmp_path / "rows.txt")) == expected([*ROWS, row(9, **fields)])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("line", "reason"),
     [
         (b"\t".join([b"0"] * 39), "39 columns between tabs where 40 are expected"),
@@ -362,7 +362,7 @@ def test_against_float32_of_python() -> None:
         assert columns.dense[:, 0].tolist() == [float(x) for x in truth]
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9])
+@looped("length", [1, 7, 8, 9])
 def test_every_byte_in_every_place_of_a_number_and_a_category(length: int, either: ModuleType) -> None:
     """Fields of all lengths that the parser reads as one word, and one more, against Python's own idea of them."""
     layout = native.RowLayout("\t", ignored_names=(), has_label=False, dense_names=("x",), category_names=("c", "d"))

@@ -74,7 +74,7 @@ def test_wide_ids_and_no_dense_columns(tmp_path: Path) -> None:
     assert batch.sparse.lengths.tolist() == [1, 1, 1, 1, 0, 2]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),

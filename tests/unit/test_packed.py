@@ -52,7 +52,7 @@ def dataset(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> PackedDatas
     return write_dataset(tmp_path_factory.mktemp("packed") / "data", rows)
 
 
-@pytest.mark.parametrize("append_rows", [1, 77, 100, 300, 5000])
+@looped("append_rows", [1, 77, 100, 300, 5000])
 def test_round_trip(tmp_path: Path, rows: Rows, append_rows: int) -> None:
     write_dataset(tmp_path / "data", rows, append_rows=append_rows)
     dataset = PackedDataset.open(tmp_path / "data", verify="full")
@@ -193,7 +193,7 @@ def interrupted_at(folder: Path, rows: Rows, stop: int) -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("stop", [0, 299, 300, 731, 1037])
+@looped("stop", [0, 299, 300, 731, 1037])
 def test_an_interrupted_writer_goes_on(tmp_path: Path, rows: Rows, stop: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted_at(tmp_path / "data", rows, stop)

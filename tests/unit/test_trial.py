@@ -31,6 +31,7 @@ from hotrow.plan.alternatives import decided, groups, try_alternatives
 from hotrow.plan.decision import decision_of
 from hotrow.run import runs, trainer
 from hotrow.run.build import build
+from loops import looped
 from rank_pool import RankPool
 
 TIERS = {"dram": "70KiB", "force": True}
@@ -271,7 +272,7 @@ def test_it_plans_what_the_tables_have(data: Path, tmp_path: Path) -> None:
     tiers.close()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("train", "share"),
     [({"epochs": 1}, 1.0), ({"epochs": 4}, 0.25), ({"epochs": 4, "max_steps": 188}, 0.5), ({"max_steps": 3}, 1.0)],
 )
