@@ -158,7 +158,6 @@ def line_chart(
     y_label: str,
     x_scale: Scale = "log",
     y_scale: Literal["share", "value"] = "share",
-    shape: Literal["line", "stairs"] = "line",
     dots: Collection[str] = (),
     dashed: Collection[str] = (),
     ticks: Mapping[float, str] | None = None,
@@ -170,10 +169,9 @@ def line_chart(
     """Returns a chart of y against x, one line per name, or nothing without points.
 
     The first six lines have colours and are named below the plot; the others are thin and grey. Hovering shows a
-    name. A line of few points has dots. y_scale "share": y is 0 to 1 or more. shape "stairs": a value holds until
-    the next point. dots: names of lines whose points alone are drawn. dashed: names of dashed lines. ticks: values
-    of x with their labels, instead of round numbers. bands: by a line's name (x, least, most), drawn as an area
-    behind it. height: of the plot without the names below it.
+    name. A line of few points has dots. y_scale "share": y is 0 to 1 or more. dots: names of lines whose points alone
+    are drawn. dashed: names of dashed lines. ticks: values of x with their labels, instead of round numbers. bands: by
+    a line's name (x, least, most), drawn as an area behind it. height: of the plot without the names below it.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
     if not points:
@@ -195,8 +193,7 @@ def line_chart(
             path = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in edge)
             body.append(f'<polygon points="{path}" fill="{COLOURS[i % len(COLOURS)]}" fill-opacity="0.18"/>')
     for i, (name, line) in drawn:  # grey lines lowest; dashed lines on top, as what is under them shows through
-        look: Literal["line", "stairs", "dots"] = "dots" if name in dots else shape
-        body += _line(name, line, i, x_axis, y_axis, shape=look, dashed=name in dashed)
+        body += _line(name, line, i, x_axis, y_axis, dots=name in dots, dashed=name in dashed)
     named = list(lines)[: len(COLOURS)]
     per_row = 3 if width >= WIDTH else 2
     body += _names(named, width=width, top=height, per_row=per_row, dashed=dashed)
@@ -211,16 +208,12 @@ def _line(
     x: Axis,
     y: Axis,
     *,
-    shape: Literal["line", "stairs", "dots"],
+    dots: bool,
     dashed: bool,
 ) -> list[str]:
     colour, stroke = (COLOURS[index], 2.2) if index < len(COLOURS) else ("#bbb", 1.0)
     dashes = ' stroke-dasharray="7 5"' if dashed else ""
-    pixels: list[Point] = []
-    for at, value in line:
-        if shape == "stairs" and pixels:
-            pixels.append((x(at), pixels[-1][1]))
-        pixels.append((x(at), y(value)))
+    pixels = [(x(at), y(value)) for at, value in line]
     times = 100 if y.percent else 1
     data = f'data-points="{" ".join(f"{at:.7g},{times * value:.5g}" for at, value in line)}"'
     if len(line) == 1:
@@ -228,14 +221,14 @@ def _line(
         where = f'cx="{at:.1f}" cy="{value:.1f}" r="5"'
         return [f'<circle {where} fill="{colour}" {data}><title>{escape(name)}</title></circle>']
     circles = [f'<circle cx="{at:.1f}" cy="{value:.1f}" r="3" fill="{colour}"/>' for at, value in pixels]
-    if shape == "dots":
+    if dots:
         return [f'<g fill="{colour}" {data}><title>{escape(name)}</title>', *circles, "</g>"]
     path = " ".join(f"{at:.1f},{value:.1f}" for at, value in pixels)
     drawn = [
         f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes} {data}>'
         f"<title>{escape(name)}</title></polyline>"
     ]
-    if len(pixels) <= FEW and shape == "line" and index < len(COLOURS):  # values between the dots were not measured
+    if len(pixels) <= FEW and index < len(COLOURS):  # values between the dots were not measured
         drawn += circles
     return drawn
 

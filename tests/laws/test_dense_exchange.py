@@ -11,7 +11,7 @@ import torch
 
 from hotrow.kernels import tree
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.dense import PURPOSE, Outcome, Sums, sum_over_ranks
+from hotrow.parallel.dense import PURPOSE, Outcome, sum_over_ranks
 from loops import looped
 from rank_threads import ThreadPool
 
@@ -21,6 +21,11 @@ def pool() -> ThreadPool:
     return ThreadPool()
 
 
+class Sums(NamedTuple):
+    loss: torch.Tensor
+    gradient: torch.Tensor
+
+
 def parts_of(num_samples: int, micro_batches: int, length: int) -> list[Sums | None]:
     """Returns the sums of each micro-batch, of sizes that make the order of sums show; None: absent."""
     starts = tree.starts(num_samples, micro_batches)
@@ -28,30 +33,25 @@ def parts_of(num_samples: int, micro_batches: int, length: int) -> list[Sums | N
     for part in range(micro_batches):
         generator = torch.Generator().manual_seed(part)
         scale = 10.0 ** torch.randint(-4, 5, (), generator=generator).item()
-        values = Sums(torch.randn(length, generator=generator) * scale, torch.rand((), generator=generator) * scale)
-        found.append(values if starts[part] < starts[part + 1] else None)
+        gradient, loss = torch.randn(length, generator=generator) * scale, torch.rand((), generator=generator) * scale
+        found.append(Sums(loss, gradient) if starts[part] < starts[part + 1] else None)
     return found
 
 
 def add(one: Sums, other: Sums) -> Sums:
-    return Sums(one.gradient + other.gradient, one.loss + other.loss)
+    return Sums(one.loss + other.loss, one.gradient + other.gradient)
 
 
-class Found(NamedTuple):
-    total: Sums
-    found: str
-    stop: int
-    finite: bool
-
-
-def found_of(told: Outcome) -> Found:
-    return Found(Sums(told.gradient().clone(), told.loss), told.found, told.stop, told.finite)
+class Found:
+    def __init__(self, told: Outcome) -> None:
+        self.total, self.found = Sums(told.loss, told.gradient().clone()), told.found
+        self.stop, self.finite = told.stop, told.finite
 
 
 def summed(comm: Communicator, num_samples: int, length: int) -> tuple[Found, int]:
     first, last = comm.ranks.held
     nodes = tree.sums(parts_of(num_samples, comm.ranks.micro_batches, length)[first:last], first, last, add)
-    told = found_of(sum_over_ranks(comm, nodes, length=length))
+    told = Found(sum_over_ranks(comm, nodes, length=length))
     return told, comm.counts.sent_bytes.get(PURPOSE, 0)
 
 
@@ -100,8 +100,8 @@ def test_bytes_of_ranges_that_are_not_subtrees(pool: ThreadPool) -> None:
 
 def heard(comm: Communicator, found: list[str], stop: list[int]) -> tuple[str, int]:
     first, _ = comm.ranks.held
-    nodes = {(first, 1): Sums(torch.ones(5), torch.ones(()))}
-    told = found_of(sum_over_ranks(comm, nodes, length=5, found=found[comm.rank], stop=stop[comm.rank]))
+    nodes = {(first, 1): Sums(torch.ones(()), torch.ones(5))}
+    told = Found(sum_over_ranks(comm, nodes, length=5, found=found[comm.rank], stop=stop[comm.rank]))
     return told.found, told.stop
 
 
@@ -115,9 +115,9 @@ def overflowed(comm: Communicator, place: int) -> tuple[Found, list[int], list[i
     """Every rank's gradient is finite, their sum at `place` is not; meanwhile the ranks exchange something else."""
     gradient = torch.ones(9)
     gradient[place] = 3e38 if comm.rank < 2 else 0.0
-    told = sum_over_ranks(comm, {(comm.rank, 1): Sums(gradient, torch.ones(()))}, length=9)
+    told = sum_over_ranks(comm, {(comm.rank, 1): Sums(torch.ones(()), gradient)}, length=9)
     between = [own.tolist() for own in comm.gather(torch.tensor([comm.rank]), purpose="other")]
-    return found_of(told), [*chain(*between)], comm.gather_number(7 + comm.rank, purpose="other")
+    return Found(told), [*chain(*between)], comm.gather_number(7 + comm.rank, purpose="other")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -131,8 +131,8 @@ def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(
 
 
 def few_weights(comm: Communicator, length: int) -> tuple[Found, bool]:
-    told = sum_over_ranks(comm, {(comm.rank, 1): Sums(torch.ones(length), torch.ones(()))}, length=length)
-    return found_of(told), told.finite
+    told = sum_over_ranks(comm, {(comm.rank, 1): Sums(torch.ones(()), torch.ones(length))}, length=length)
+    return Found(told), told.finite
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])

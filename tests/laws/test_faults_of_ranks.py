@@ -548,6 +548,21 @@ def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyP
     gloo.check_addresses(store, 0, 2)
 
 
+def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    found = [
+        {"host": "a", "net": "1", "interfaces": two},
+        {"host": "b", "net": "2", "interfaces": {"eth0": "10.0.0.2"}},
+    ]
+    monkeypatch.setattr(gloo, "everyone", lambda *_: found)
+    text = gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo()))
+    assert text is not None
+    assert "a has eth0 (10.0.0.1), ib0 (10.1.0.1)" in text and "b has" not in text
+    found[0]["interfaces"] = {}  # GLOO_SOCKET_IFNAME is set there
+    assert gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo())) is None
+    assert all(not address.startswith("127.") for address in gloo.interfaces().values())
+
+
 def test_strangers_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong token, or bytes that are no line, close the connection; the rank that comes after them is taken."""
     place = {"addresses": ["127.0.0.1"], "token": "right"}

@@ -442,7 +442,7 @@ def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: P
     assert line["wire_bytes_per_step"]["rows"] > 0 and 0 <= line["slowest_rank"] < 3
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>Processes</h2>" in page and f"rank {found['slowest_rank']} was the slowest" in page
-    assert "Numbers of tables traveled as bf16, rounded." in page and "pooled vectors, from the ranks that" in page
+    assert "Numbers of tables traveled as bf16, rounded." in page
 
 
 @pytest.mark.parametrize(

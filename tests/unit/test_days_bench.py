@@ -4,7 +4,6 @@ import gzip
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from sklearn.metrics import roc_auc_score
 from benchmarks import days, days_size
 from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day
 from benchmarks.days_quality import gains, made_up, stream
-from hotrow.days.page import DoneDay, write_page
-from hotrow.objectives.binary import BinaryCrossEntropy
 
 pytestmark = [pytest.mark.package, pytest.mark.filterwarnings("ignore")]
 RANDOM = np.random.default_rng(5)
@@ -94,20 +91,3 @@ def test_a_stream_has_the_tables_of_yambda(tmp_path: Path) -> None:
     config = days_size.yambda_shaped(20_000, 1e-3)
     assert cell["prepared"]["num_embeddings"] <= sum(table.num_embeddings + 1 for table in config.tables)
     assert cell["tiers"]["memory"]["disk_bytes"] > 0
-
-
-def done(number: int, **late: dict[str, float | None]) -> DoneDay:
-    figures: dict[str, Any] = {"metrics": None, "parts": [], "unknown": None, "gone_rows": None, "published_bytes": 9}
-    figures |= {"name": f"day_{number}", "files": {}, "prepared_s": 1.0, "rows": 8, "table_rows": 5, "new_rows": 1}
-    return DoneDay(seconds={}, late=late, **figures)
-
-
-def test_a_mean_over_fewer_days_says_so(tmp_path: Path) -> None:
-    """Rows of one label, as of a quiet hour, have a LogLoss and no AUC."""
-    days = [
-        done(3, fresh={"auc": 0.7, "logloss": 0.4}, late={"auc": 0.6, "logloss": 0.5}),
-        done(4, fresh={"auc": None, "logloss": 0.2}, late={"auc": None, "logloss": 0.5}),
-    ]
-    write_page(tmp_path / "report.html", "chain", days, BinaryCrossEntropy())
-    page = (tmp_path / "report.html").read_text()
-    assert "one that is a day older changes AUC by -0.1000 (1 of them), LogLoss by +0.2000 (mean of 2 days)" in page

@@ -95,7 +95,7 @@ def test_versions_agree() -> None:
     assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
 
 
-OTHERS = {"histories.py", "own_model.py", "with_lightning.py", "with_accelerate.py"}
+OTHERS = {"histories.py", "own_model.py", "prepare_ray.py", "with_lightning.py", "with_accelerate.py"}
 """Examples that have a test of their own."""
 
 

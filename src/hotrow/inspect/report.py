@@ -135,7 +135,7 @@ def inspection_page(report: Mapping[str, Any]) -> str:
         report=report,
         rows=[flat_row(table) for table in by_density(report)],
         order=order_note(report),
-        charts=charts_of(report),
+        coverage=coverage_chart(report),
         estimate_sentences=estimate_sentences,
     )
 
@@ -153,23 +153,12 @@ def order_note(report: Mapping[str, Any]) -> str:
     )
 
 
-def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns every chart as SVG text, or "" if there is nothing to draw."""
-    tables = by_density(report)
-    largest = sorted(tables, key=lambda table: -table["demand"]["training_bytes"])
-    curve = report["demand"]["curve"]
-    return {
-        "spread": line_chart(
-            {} if curve is None else {"tables, densest first": curve, "if demand were uniform": [(0, 0), (1, 1)]},
-            x_label="share of all table bytes",
-            y_label="share of the bytes demanded",
-            x_scale="linear",
-            label="share of demand against share of bytes",
-        ),
-        "coverage": line_chart(
-            {table["table"]: table["coverage"] for table in largest},
-            x_label="share of the table's rows, hottest first",
-            y_label="share of the accesses",
-            label="coverage curves",
-        ),
-    }
+def coverage_chart(report: Mapping[str, Any]) -> str:
+    """The coverage curves of the tables as SVG text, those with the largest demand first."""
+    largest = sorted(report["tables"], key=lambda table: -table["demand"]["training_bytes"])
+    return line_chart(
+        {table["table"]: table["coverage"] for table in largest},
+        x_label="share of the table's rows, hottest first",
+        y_label="share of the accesses",
+        label="coverage curves",
+    )

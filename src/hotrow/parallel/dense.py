@@ -71,8 +71,8 @@ class DenseExchange:
     ) -> Tensor:
         """Returns the loss of all micro-batches, 0-dim. Collective.
 
-        nodes: as `sum_over_ranks` takes them, but each a list: the loss, then a gradient for each of `weights`. They
-        are not needed any more. found: what this rank found that is not finite, in words.
+        nodes: as `sum_over_ranks` takes them, with a gradient for each of `weights`; they are not needed any more.
+        found: what this rank found that is not finite, in words.
         """
         self.found, sums = found, tree.total(nodes, (0, tree.width(self.ranks.micro_batches)), add_in_place)
         assert sums is not None, "a batch has samples"
@@ -108,7 +108,7 @@ class OverRanks(DenseExchange):
     ) -> Tensor:
         outcome = sum_over_ranks(
             self._comm,
-            {node: Sums(_joined([grad.view(-1) for grad in grads]), loss) for node, (loss, *grads) in nodes.items()},
+            nodes,
             length=self._length,
             found=found,
             stop=self._signal() or 0,
@@ -140,15 +140,6 @@ def add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 # ---- messages
 
 
-class Sums(NamedTuple):
-    """What a rank has summed over some micro-batches."""
-
-    gradient: Tensor
-    """The gradients of all dense weights, one after the other, float32 [n]."""
-    loss: Tensor
-    """float32, 0-dim."""
-
-
 class Outcome(NamedTuple):
     """What all ranks know after the exchange; it is the same on each."""
 
@@ -166,7 +157,7 @@ class Outcome(NamedTuple):
 
 def sum_over_ranks(
     comm: Communicator,
-    nodes: Mapping[Node, Sums],
+    nodes: Mapping[Node, Sequence[Tensor]],
     *,
     length: int,
     found: str = "",
@@ -177,12 +168,13 @@ def sum_over_ranks(
 
     The gradient may arrive later: slices travel while their ranks do something else.
 
-    nodes: this rank's sums, of disjoint subtrees that are its micro-batches, as few as there can be; one without
-    samples is left out. length: of a gradient. found, stop: this rank's, see `Outcome`.
+    nodes: this rank's sums, of disjoint subtrees that are its micro-batches, as few as there can be: the loss, float32,
+    0-dim, then the gradients; one without samples is left out. length: of all gradients together. found, stop: this
+    rank's, see `Outcome`.
     """
     micro_batches = comm.ranks.micro_batches
-    flat = [sums.gradient for sums in nodes.values()]
-    head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop, _are_small(flat, micro_batches))
+    flat = [_joined([grad.view(-1) for grad in grads]) for _, *grads in nodes.values()]
+    head = _header({node: sums[0] for node, sums in nodes.items()}, found, stop, _are_small(flat, micro_batches))
     slices = [(0, length)] * 2 if comm.size == 2 else [*pairwise(tree.starts(length, comm.size))]
     words = [own.view(torch.int32) for own in flat]
     made = {each: _joined([head, *(own[slice(*each)] for own in words)]) for each in dict.fromkeys(slices)}

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.hosts import interfaces, namespace_id
 from hotrow.parallel.ranks import Ranks
@@ -214,3 +215,29 @@ def explaining_no_group() -> Iterator[None]:
                 "MASTER_ADDR is the host of rank 0, that no other program uses the port, and that no firewall closes it"
             ) from error
         raise
+
+
+def unnamed_interface(comm: Communicator) -> str | None:
+    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective.
+
+    gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
+    several interfaces: it takes the address that the host's own name resolves to.
+    """
+    if not isinstance(comm.transport, Gloo):
+        return None
+    unset = not os.environ.get("GLOO_SOCKET_IFNAME")
+    mine = {"host": socket.gethostname(), "net": namespace_id("net"), "interfaces": interfaces() if unset else {}}
+    found = everyone(comm, mine)
+    if len({each["net"] for each in found}) == 1:
+        return None
+    several = {each["net"]: each for each in found if len(each["interfaces"]) > 1}
+    if not several:
+        return None
+    hosts = "; ".join(
+        f"{each['host']} has {', '.join(f'{name} ({address})' for name, address in each['interfaces'].items())}"
+        for each in several.values()
+    )
+    return (
+        f"GLOO_SOCKET_IFNAME is not set, and {hosts}: gloo takes the interface that the host's name resolves to, which "
+        "may be a slow one or one that other hosts cannot reach. Set GLOO_SOCKET_IFNAME to the name of the fast one"
+    )

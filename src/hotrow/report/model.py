@@ -140,33 +140,20 @@ def gain_text(run: RunFacts) -> str:
 # ---- scores
 
 
-def score_charts(run: RunFacts) -> list[Chart]:
-    """Returns how scores are distributed, and whether their means are those of the labels."""
+def calibration_chart(run: RunFacts) -> Chart:
+    """Whether the means of scores are those of the labels."""
     scores = mapping_in(run.record, "scores")
-    if not scores:
-        return []
-    score, histogram = run.objective.score, dict(mapping_in(scores, "histogram"))
-    bins = histogram.pop("bins", [])
-    spread = line_chart(
-        {name: list(zip(bins, [*shares, *shares[-1:]], strict=False)) for name, shares in histogram.items()},
-        x_label=score, y_label="share of rows", x_scale="linear", y_scale="value", shape="stairs",
-        ticks={edge: f"{edge:.2g}" for edge in bins[::5]}, width=WIDTH, height=HEIGHT,
-        label="Distribution of scores",
-    )  # fmt: skip
-    tenths = scores["tenths"]
+    tenths = scores.get("tenths", [])
     curves = {f"mean {what}": [(k, tenth[what]) for k, tenth in enumerate(tenths, 1)] for what in ("label", "score")}
-    calibration = line_chart(
+    drawn = line_chart(
         curves, x_label="tenth of the rows, by rising score", y_label="mean", x_scale="linear",
         y_scale="value", ticks={k: str(k) for k in range(1, len(tenths) + 1)}, dashed=("mean score",), width=WIDTH,
         height=HEIGHT, label="Calibration",
     )  # fmt: skip
     known = mapping_in(run.record, "calibration") if scores.get("split") == "test" else {}
     fitted = f" They were calibrated on validation rows ({known['method']})." if known else ""
-    of = {"score": "scores and of labels"}.get(next(iter(histogram), ""), "scores by label")
-    return [
-        Chart(spread, f"Distribution of {of}; scores are the {score}."),
-        Chart(calibration, f"Calibration: where the lines part, scores are too high or too low.{fitted}"),
-    ]
+    text = f"Calibration: where the lines part, scores ({run.objective.score}) are too high or too low.{fitted}"
+    return Chart(drawn, text)
 
 
 # ---- what was kept

@@ -14,6 +14,7 @@ from hotrow.draw import load_template
 from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 from hotrow.report.model import (
     SPLITS,
+    calibration_chart,
     column_grid,
     column_text,
     gain_text,
@@ -22,7 +23,6 @@ from hotrow.report.model import (
     loss_chart,
     metrics_of,
     model_figures,
-    score_charts,
     steps_of,
 )
 from hotrow.report.shapes import DASH, Cell, Chart, Figure, Grid, percent, shown
@@ -61,7 +61,7 @@ def view(run: RunFacts) -> dict[str, Any]:
             ("Warnings", [], [warning_grid(run.record)], ""),
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
             ("What each column gives", [], [], gain_text(run)),
-            ("Scores", score_charts(run), [], ""),
+            ("Scores", [calibration_chart(run)], [], ""),
             ("How it learned", [loss_chart(run)], [], kept_text(run)),
         ),
         "time": time,

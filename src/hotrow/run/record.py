@@ -88,8 +88,6 @@ class Scores:
     split: str
     rows: Group
     """All of them."""
-    histogram: dict[str, list[FiniteFloat]]
-    """`bins`: their edges; by kind of row, its share in each."""
     tenths: list[Group]
     """Tenths of the rows, by rising score."""
     gains_rows: Count

@@ -28,6 +28,7 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import check_same, everyone, facts_of, on_every_rank, on_first_rank
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.gloo import unnamed_interface
 from hotrow.parallel.heartbeat import Heartbeat
 from hotrow.parallel.ranks import Ranks
 from hotrow.placement.store_file import remove_left_folders
@@ -316,6 +317,8 @@ def _begin(training: Training, found: Path | Start | None) -> None:
         say_what_was_decided(training)
     if isinstance(found, Start):
         _look_back(training, found)
+    if guessed := unnamed_interface(training.comm):
+        training.warn("guessed_interface", guessed)
     if training.state.ended:
         step, asked = training.state.step, training.num_steps
         wanted = f" of {asked}" if step <= asked else f", past the {asked} steps that the config now asks for"

@@ -1,4 +1,4 @@
-"""What the scores of a finished run show a modeller: what each column gives, how scores lie, calibration.
+"""What the scores of a finished run show a modeller: what each column gives, and calibration.
 
 All of it is of the split that the run is judged by, and is kept in run.json for the report. Nothing here changes a
 weight or draws from a generator that training uses.
@@ -33,8 +33,8 @@ STRETCHES = 20
 MIN_SECONDS, MAX_SHARE = 2.0, 0.05
 """Gains may take so many seconds, or so large a share of the training time if that is more."""
 MAX_ROWS = 1 << 20
-"""Rows, evenly spread over the split, of which distributions are made."""
-BINS, TENTHS = 25, 10
+"""Rows, evenly spread over the split, that are looked at."""
+TENTHS = 10
 MIN_GAIN_ROWS = 200
 """Rows that gains are found on at least, if there are so many."""
 
@@ -180,20 +180,4 @@ def scores_of(
 
     order, (num_rows, by_column) = np.argsort(scores, kind="stable"), gained
     tenths = [group(tenth) for tenth in np.array_split(order, min(TENTHS, len(order)))]
-    return Scores(split, group(order), _histogram(scores, labels), tenths, num_rows, by_column)
-
-
-def _histogram(scores: NDArray[np.float64], labels: NDArray[Any]) -> dict[str, list[float]]:
-    """Returns `bins`, the edges of bins of scores, and the share of each kind of row in each bin: by label if labels
-    are 0 or 1, else of scores and of labels. Rows beyond the bins count in the outermost."""
-    kinds = {"score": scores, "label": labels}
-    if labels.dtype == np.bool_:
-        kinds = {f"label {int(label)}": scores[labels == label] for label in (False, True)}
-    low, high = np.quantile(np.concatenate([*kinds.values()]), (0.005, 0.995))
-    if not low < high:
-        return {}
-    edges = np.linspace(low, high, BINS + 1)
-    shares = {
-        name: np.histogram(np.clip(own, low, high), edges)[0] / len(own) for name, own in kinds.items() if len(own)
-    }
-    return {"bins": edges.tolist(), **{name: own.tolist() for name, own in shares.items()}}
+    return Scores(split, group(order), tenths, num_rows, by_column)
