@@ -10,6 +10,7 @@ bytes, or runs a verb with a strange option. `judge` says what is wrong with the
 """
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -683,26 +684,21 @@ def frame_of(rng: random.Random) -> tuple[pa.Table, str]:
 
 def parquet_case(rng: random.Random, world: World) -> Case:
     """A Parquet file, changed in types or in bytes."""
-    path = "case/clicks.parquet"
-    wanted = Wanted()
-    known = ("label", "split", "rows")
+    path, wanted, known = "case/clicks.parquet", Wanted(), ("label", "split", "rows")
     if rng.random() < 0.6:
         value, what = frame_of(rng)
         content = parquet_bytes(value)
     else:
-        content = world.raw["clicks.parquet"]
-        at = rng.randrange(1, len(content))
-        kind = rng.choice(["cut", "flip", "footer", "text", "empty"])
-        what = f"{kind} at {at} of {len(content)}"
-        if kind == "cut":
-            content, wanted = content[:at], Wanted("error")
-        elif kind == "empty":
-            content, wanted = b"", Wanted("error")
-        elif kind == "text":
-            content, wanted = world.raw["clicks.csv"], Wanted("error")
-        else:
-            at = at if kind == "flip" else len(content) - rng.randrange(1, 1500)
-            content = replaced(content, at, bytes([rng.randrange(256)]), 1)
+        plain = world.raw["clicks.parquet"]
+        at, byte = rng.randrange(1, len(plain)), bytes([rng.randrange(256)])
+        kind, content, outcome = rng.choice(
+            [
+                *(("cut", plain[:at], "error"), ("empty", b"", "error"), ("text", world.raw["clicks.csv"], "error")),
+                ("another byte", replaced(plain, at, byte, 1), "any"),
+                ("another byte of the footer", replaced(plain, len(plain) - rng.randrange(1, 1500), byte, 1), "any"),
+            ]
+        )
+        what, wanted = f"{kind} at {at} of {len(plain)}", Wanted(outcome)
     Path(path).write_bytes(content)
     how = rng.choice(["prepare", "prepare", "auto", "init", "predict", "hotrow.fit"])
     if how == "prepare":
@@ -728,15 +724,9 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(part, (*at, key))
 
 
-def copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    return [copied(part) for part in value] if isinstance(value, list) else value
-
-
 def changed_tree(value: Any, rng: random.Random, known: tuple[str, ...]) -> tuple[Any, str, str]:
     """A copy with one thing changed; what, and the name concerned."""
-    value = copied(value)
+    value = copy.deepcopy(value)
     place = rng.choice(list(places(value)))
     parent = value
     for key in place[:-1]:
@@ -856,7 +846,7 @@ def config_case(rng: random.Random, world: World) -> Case:
 
     known = tuple(options())
     recipe = rng.choice([None, None, *sorted(RECIPES.glob("*.yaml"))])
-    value = copied(CONFIG)
+    value = copy.deepcopy(CONFIG)
     if recipe is not None:
         value = {**yaml.safe_load(recipe.read_text()), "data": "packed"}
         value["train"] = {**value.get("train", {}), "max_steps": 2, "threads": 1}
@@ -921,6 +911,11 @@ SET_VALUES = (
 )
 
 
+ALSO = {"--step": ("step",), "--label": ("schema",), "--time": ("schema",)}
+ALSO |= dict.fromkeys(("--hot", "--memory"), ("memory", "size"))
+"""What an error may name in place of an option."""
+
+
 def option_case(rng: random.Random, world: World) -> Case:
     """A verb with one option or argument of a strange value."""
     verb = rng.choice(list(OPTIONS))
@@ -951,14 +946,9 @@ def option_case(rng: random.Random, world: World) -> Case:
         what = f"{option} {value[:30]!r}"
         names = (option, option.strip("-").replace("-", "_"), option.strip("-"), value[:60].strip() or repr(value))
         names += ("no input path", repr(value)[1:50], str(Path(value))[:60])  # a path may be shown in its plain form
+        names += ALSO.get(option, ())
         if option == "--set":
             names += tuple(value.partition("=")[0].split("."))
-        if option == "--step":
-            names += ("step",)
-        if option in ("--hot", "--memory"):
-            names += ("memory", "size")
-        if option in ("--label", "--time"):
-            names += ("schema",)
     if "\x00" in "".join(arguments):  # no shell can pass one
         return option_case(rng, world)
     return Case(verb, what, [verb, *arguments, "--json"], tuple(n for n in names if n))
