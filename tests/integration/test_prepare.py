@@ -82,7 +82,7 @@ def brute_force_ids(column: list[Any], is_train: np.ndarray, min_count: int = 1)
     return encoded if isinstance(column[0], list) else [row[0] for row in encoded]
 
 
-@pytest.mark.parametrize("source", ["frame", "parquet"])
+@looped("source", ["frame", "parquet"])
 def test_against_brute_force(tmp_path: Path, source: str) -> None:
     """Every column of every split against ten lines of Python; Parquet text comes as dictionaries, a frame's plain."""
     rows = make_rows(1500, seed=3)
@@ -171,7 +171,7 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
         next(encoder.batches(test.drop_columns("item")))
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@looped("kind", ["csv", "parquet"])
 def test_new_rows_are_encoded_whatever_stands_in_label_and_time(kind: str, tmp_path: Path) -> None:
     schema = {"label": "click", "time": "ts", "categorical": ["user"], "dense": ["price"]}
 
@@ -190,7 +190,7 @@ def test_new_rows_are_encoded_whatever_stands_in_label_and_time(kind: str, tmp_p
         assert batch.dense.tolist() == want.dense.tolist() and batch.label.isnan().all()
 
 
-@pytest.mark.parametrize("source", ["criteo", "csv"])
+@looped("source", ["criteo", "csv"])
 def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path: Path) -> None:
     if source == "criteo":
         good, bad = "1" + "\t1" * 13 + "\tab" * 26 + "\n", "1" + "\t1" * 13 + "\tzz" * 26 + "\n"
@@ -262,7 +262,7 @@ def test_criteo_is_recognised_by_a_row_with_missing_texts(missing: str, tmp_path
     assert recognise(tmp_path / "y.txt") is None
 
 
-@pytest.mark.parametrize("source", ["taobao", "avazu"])
+@looped("source", ["taobao", "avazu"])
 def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     rng = np.random.default_rng(0)
     n, path = 400, tmp_path / "logs.csv"

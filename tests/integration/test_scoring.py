@@ -188,7 +188,7 @@ def test_a_run_without_counts_scores_and_says_so(run: hotrow.Run) -> None:
     assert "columns" not in old.metrics
 
 
-@pytest.mark.parametrize("columns", [{"val": {"item": {"values": 3, "unknown": 4}}}, {"val": {"item": {"unknown": 0}}}])
+@looped("columns", [{"val": {"item": {"values": 3, "unknown": 4}}}, {"val": {"item": {"unknown": 0}}}])
 def test_impossible_counts_in_run_json_are_refused(run: hotrow.Run, tmp_path: Path, columns: Any) -> None:
     folder = RunFolder.create(tmp_path / "run", name="run")
     with pytest.raises(ValueError, match="at most `values`"):

@@ -46,7 +46,7 @@ def batches(dataset: PackedDataset) -> Iterator[tuple[int, Batch]]:
     return enumerate(Loader(dataset.split("train"), 32, shuffle_seed=None).epoch(0))
 
 
-@pytest.mark.parametrize(("changes", "decay"), [((), 0.01), (("optimizer.dense.weight_decay=0.3",), 0.3)])
+@looped(("changes", "decay"), [((), 0.01), (("optimizer.dense.weight_decay=0.3",), 0.3)])
 def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tuple[str, ...], decay: float) -> None:
     lr = 0.02
     ours = parts_of(dataset, tmp_path, "optimizer.dense.name=adamw", f"optimizer.dense.lr={lr}", *changes)
@@ -62,7 +62,7 @@ def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tu
         torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@looped("name", ["sgd", "adamw"])
 def test_weights_that_fall_for_ever_end_at_zero(dataset: PackedDataset, tmp_path: Path, name: str) -> None:
     """A weight whose input is always zero only decays; as a denormal number it would make every product slow."""
     decay = ["optimizer.dense.lr=0.1", "optimizer.dense.weight_decay=0.5"]

@@ -121,7 +121,7 @@ def test_parts_start_as_the_whole_table(tmp_path: Path, name: str, dtype: Dtype,
         own.emb.placement.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_a_row_of_zeros_starts_as_the_whole_table_has_it(dtype: Dtype) -> None:
     """Also where no other row is, as on one of more ranks than rows: a state of weights is +0.0, never -0.0."""
     whole = table_of(dtype)
@@ -132,7 +132,7 @@ def test_a_row_of_zeros_starts_as_the_whole_table_has_it(dtype: Dtype) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_steps_change_the_rows_of_a_part_alone(tmp_path: Path, dtype: Dtype) -> None:
     """A part in tiers is trained, and rows come and go: the rest still starts as the whole table's."""
     num_rows, births = PARTS["rank 1 of 4 behind a prefix"]

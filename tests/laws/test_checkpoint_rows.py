@@ -245,7 +245,7 @@ def test_a_load_makes_only_the_rows_in_no_link_anew(
     assert set((made == 0).nonzero().flatten().tolist()) == set(torch.cat(held).tolist())
 
 
-@pytest.mark.parametrize("name", ["embedding", "sparse"])
+@looped("name", ["embedding", "sparse"])
 def test_a_part_loaded_alone_leaves_the_other_as_it_is(tmp_path: Path, name: str) -> None:
     model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
     for number, each in enumerate((model, plain)):
@@ -299,7 +299,7 @@ def test_more_files_than_may_be_open_are_copied(
     assert model.emb.placement.counters()["t"]["saved_rows"] == 0
 
 
-@pytest.mark.parametrize("named", [0, 40, 1000])
+@looped("named", [0, 40, 1000])
 def test_rows_that_a_longer_table_adds_are_saved_as_they_are(tmp_path: Path, named: int) -> None:
     """A row begins smaller in a longer table, which the chain that goes on does not know of rows in no link."""
 
@@ -434,9 +434,7 @@ def damaged(tmp_path: Path) -> tuple[Model, Path]:
     return model, path
 
 
-@pytest.mark.parametrize(
-    "name", ["embedding/u/000.safetensors", "embedding/u/001.safetensors", "sparse/t/000.safetensors"]
-)
+@looped("name", ["embedding/u/000.safetensors", "embedding/u/001.safetensors", "sparse/t/000.safetensors"])
 def test_a_damaged_link_is_named(tmp_path: Path, name: str) -> None:
     model, path = damaged(tmp_path)
     whole = (path / name).read_bytes()

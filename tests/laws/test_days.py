@@ -563,7 +563,7 @@ def test_counts_of_another_vocabulary_are_refused(days: list[Path]) -> None:
         Counted.open(days[1] / "rare" / "vocab" / "user", days[1] / "rare" / "counts" / "item")
 
 
-@pytest.mark.parametrize("name", ["used", "seen"])
+@looped("name", ["used", "seen"])
 def test_days_of_last_use_of_other_ids_are_refused(
     days: list[Path], logs: list[Path], tmp_path: Path, name: str
 ) -> None:
@@ -674,7 +674,7 @@ def test_random_days_with_expiry_are_those_of_dictionaries(
     assert seen_states == {"free", "reborn"} and None in truth.rows
 
 
-@pytest.mark.parametrize("kind", ["int", "bytes"])
+@looped("kind", ["int", "bytes"])
 def test_a_written_vocabulary_has_the_bytes_of_a_built_one(kind: Any, tmp_path: Path) -> None:
     """Of no ids, of one, and of many."""
     rng = np.random.default_rng(0)

@@ -554,7 +554,7 @@ def test_too_little_room_is_said_before(run: hotrow.Run, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", ["cut", "alter", "remove"])
+@looped("change", ["cut", "alter", "remove"])
 def test_damage_is_found(run: hotrow.Run, tmp_path: Path, change: str) -> None:
     described = run.export(tmp_path / "out")
     assert tools.check(tmp_path / "out")["ok"]

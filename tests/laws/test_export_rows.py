@@ -145,7 +145,7 @@ def test_the_files_hold_what_they_say(run: hotrow.Run, tmp_path: Path) -> None:
             assert size == 4096 + len(whole) * (6 + (8 if form == "int8" else 0)) * number
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8"])
+@looped("form", ["bf16", "int8"])
 def test_lookups_are_those_of_stored_rows(form: Any) -> None:
     """Sums and means of lists, empty ones among them, and rows as they are."""
     tables = [

@@ -300,7 +300,7 @@ def test_signed_zeros_and_infinities() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ["sgd", "adagrad", "row_wise_adagrad"])
+@looped("algorithm", ["sgd", "adagrad", "row_wise_adagrad"])
 def test_rows_beyond_32_bits(algorithm: str) -> None:
     """Only the pages that are touched take memory, so a table of 16 GiB costs next to nothing."""
     num_rows = 2**32 + 2
@@ -351,7 +351,7 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, a
 
 
 @needs_native
-@pytest.mark.parametrize("bad", ["negative", "past the end", "past the next"])
+@looped("bad", ["negative", "past the end", "past the next"])
 def test_altered_offsets_are_refused(bad: str) -> None:
     """Memory safety does not rest on the batch's constructor: its tensors can be changed afterwards."""
     case = make_case(10, dim=4)
@@ -376,7 +376,7 @@ PHILOX_KNOWN_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_KNOWN_ANSWERS)
+@looped(("counter", "key", "expected"), PHILOX_KNOWN_ANSWERS)
 def test_philox_against_random123(counter: str, key: str, expected: str) -> None:
     words = [int(word, 16) for word in counter.split()]
     low, high = (int(word, 16) for word in key.split())

@@ -171,7 +171,7 @@ def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("split", ["time", "random"])
+@looped("split", ["time", "random"])
 def test_against_dictionaries(split: str, tmp_path: Path) -> None:
     rows = some_rows(700)
     dataset = prepared(rows, tmp_path, split=split)
@@ -212,7 +212,7 @@ def test_no_training_row_knows_its_own_label_or_a_later_row(
         np.testing.assert_array_equal(after[own], before[own])
 
 
-@pytest.mark.parametrize("split", ["time", "random"])
+@looped("split", ["time", "random"])
 def test_rows_to_score_have_the_bits_of_the_test_split(split: str, tmp_path: Path) -> None:
     rows = some_rows(500)
     dataset = prepared(rows, tmp_path, split=split)
@@ -223,7 +223,7 @@ def test_rows_to_score_have_the_bits_of_the_test_split(split: str, tmp_path: Pat
     np.testing.assert_array_equal(batch.dense.numpy(), np.stack(wanted.dense, 1))
 
 
-@pytest.mark.parametrize("options", [{"rows_per_chunk": 7}, {"threads": 1}, {"rows_per_chunk": 200}])
+@looped("options", [{"rows_per_chunk": 7}, {"threads": 1}, {"rows_per_chunk": 200}])
 def test_chunks_and_threads_change_no_byte(options: dict[str, int], tmp_path: Path) -> None:
     rows = some_rows(600)
     one, other = (prepared(rows, tmp_path / name, split="random", **own) for name, own in (("a", {}), ("b", options)))
@@ -277,7 +277,7 @@ def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytes
 SMALL: dict[str, Any] = {"rows_per_chunk": 50, "rows_per_part": 128, "rows_per_block": 64}
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 20_000])
+@looped("memory_bytes", [None, 20_000])
 def test_rows_in_any_order_give_the_dataset_of_rows_in_time_order(
     memory_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

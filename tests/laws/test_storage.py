@@ -53,7 +53,7 @@ def step(weight: Tensor, low: Tensor | None, grad: Tensor, lr: float) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("n", [0, 1, 3 * 2**15 + 5])
+@looped("n", [0, 1, 3 * 2**15 + 5])
 def test_halves_of_dense_weights_equal_the_reference(n: int) -> None:
     """In place, at any thread count: every pattern of bits is split and joined, and no word beyond is written."""
     whole = floats()[:n]
@@ -203,7 +203,7 @@ SMALL = 2.0**-12  # a quarter of the distance from 1 to the next float16
 ALL_KEPT = 1 + 1000 * SMALL
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", ALL_KEPT), ("bfloat16", ALL_KEPT), ("float16", 1.0)])
+@looped(("dtype", "expected"), [("float32", ALL_KEPT), ("bfloat16", ALL_KEPT), ("float16", 1.0)])
 def test_small_updates_are_lost_in_float16_alone(dtype: Dtype, expected: float) -> None:
     (weight,), (low,) = stored([torch.ones(2, 4)], dtype)
     for _ in range(1000):
@@ -211,7 +211,7 @@ def test_small_updates_are_lost_in_float16_alone(dtype: Dtype, expected: float) 
     assert (widen(weight, low) == expected).all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@looped("num_threads", [1, 2])
 def test_float16_rounds_once_per_batch(num_threads: int) -> None:
     """The same thousand updates of 1, in one batch: applied in float32, 1.244140625, then rounded."""
     weight = torch.ones(2, 4, dtype=torch.float16)

@@ -79,7 +79,7 @@ def test_isotonic_is_the_best_rising_function(rows: list[tuple[int, bool]]) -> N
     assert (np.diff(rates(found, np.linspace(-5, 5, 333, dtype=np.float32))) >= 0).all()
 
 
-@pytest.mark.parametrize("method", ["platt", "isotonic"])
+@looped("method", ["platt", "isotonic"])
 def test_weights_count_as_rows_that_are_repeated(method: Method) -> None:
     logits, labels = clicks(2000, decimals=2)
     times = np.random.default_rng(2).integers(0, 4, 2000)
@@ -92,7 +92,7 @@ def test_weights_count_as_rows_that_are_repeated(method: Method) -> None:
     assert weighted.num_rows == 2000
 
 
-@pytest.mark.parametrize("method", ["platt", "isotonic"])
+@looped("method", ["platt", "isotonic"])
 def test_bits_depend_on_no_other_row(method: Method) -> None:
     logits, labels = clicks(4000)
     found, all_logits = fitted(method, logits, labels, step=1), torch.from_numpy(logits)

@@ -144,7 +144,7 @@ def test_separated_text_becomes_lists() -> None:
     assert read_column(numbers, {"kind": "sequence", "separator": " ", "type": "int"}) == [[1, 22], [3]]
 
 
-@pytest.mark.parametrize("array", [pa.array([-1.0, 0.5, None, 2.0, 7.5]), pa.array(["-1", "0.5", None, "2", "7.50"])])
+@looped("array", [pa.array([-1.0, 0.5, None, 2.0, 7.5]), pa.array(["-1", "0.5", None, "2", "7.50"])])
 def test_numbers_in_buckets(array: pa.Array) -> None:
     assert read_column(array, {"buckets": [0.5, 2, 7.5]}) == [0, 1, None, 2, 3]
 
@@ -549,7 +549,7 @@ def test_hive_folders_become_columns(tmp_path: Path) -> None:
     assert rows["site"] == ["a/b", None]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@looped("kind", ["parquet", "csv"])
 def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Path, kind: str) -> None:
     files = []
     for day, site, a in ((2, "x", 5), (10, "__HIVE_DEFAULT_PARTITION__", 6)):

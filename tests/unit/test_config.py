@@ -183,7 +183,7 @@ def test_overrides_leave_the_dict_they_start_from() -> None:
     assert raw == {"train": {"epochs": 1}}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "message"),
     [
         ("train.epochs", "no name and value; write it as --set train.batch_size=4096"),

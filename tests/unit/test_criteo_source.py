@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_named(content: bytes, message: str, tmp_p
     assert str(caught.value).startswith(str(path))
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, lambda raw: pa.compress(raw, codec="zstd", asbytes=True)])
+@looped("compress", [gzip.compress, lambda raw: pa.compress(raw, codec="zstd", asbytes=True)])
 def test_a_damaged_file_says_how_far_it_could_be_read(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     raw = np.random.default_rng(0).integers(0, 256, 3 << 20, dtype=np.uint8).tobytes()
     (tmp_path / "rows.gz").write_bytes(compress(raw)[: 2 << 20])
@@ -298,7 +298,7 @@ def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path
         CriteoSource([path], skip_bad_rows=-1)
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@looped("compress", [bytes, gzip.compress])
 def test_resume_at_every_chunk(compress: type[bytes], tmp_path: Path) -> None:
     for n, name in enumerate(("a.txt", "b.txt")):
         (tmp_path / name).write_bytes(compress(text(ROWS[n:], end="\r\n")[:-2]))

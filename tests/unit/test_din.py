@@ -151,7 +151,7 @@ def test_a_step_counts_as_it_matters_to_the_item() -> None:
     assert all(not torch.equal(attended(a), attended(b)) for a, b in itertools.combinations(range(4), 2))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("dims", "names"),
     [
         ({"user": 4, "item": 4}, ["item_history", "user, item", "histories"]),

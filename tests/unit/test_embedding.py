@@ -53,7 +53,7 @@ def test_keys_may_come_in_any_order_and_bring_others() -> None:
     assert torch.equal(emb(mixed), emb(BATCH))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@looped("dtype", [torch.int32, torch.int64])
 def test_a_plain_matrix_is_one_id_per_feature(dtype: torch.dtype) -> None:
     emb = make()
     ids_BF = torch.tensor([[1, 4, 6], [2, 5, 4]], dtype=dtype)
@@ -173,7 +173,7 @@ def test_initial_rows_of_every_storage_are_those_of_float32(monkeypatch: pytest.
         assert torch.equal(rounded.float32(name), rounded.weights[name].float())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@looped("dtype", ["float16", "bfloat16"])
 def test_pooled_rows_are_float32_sums_of_what_is_stored(dtype: Dtype) -> None:
     emb = make(dtype=dtype)
     stored = {name: w.float() for name, w in emb.weights.items()}

@@ -38,7 +38,7 @@ def test_atomic_write_replaces_whole_and_private(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@looped("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_atomic_write_leaves_the_old_file_when_the_block_raises(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
@@ -58,7 +58,7 @@ def test_atomic_write_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     assert victim.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("reserves", [True, False])
+@looped("reserves", [True, False])
 def test_room_is_taken_and_bytes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
     """Where a system can reserve room, and where it cannot."""
     if not reserves:

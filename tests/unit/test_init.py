@@ -213,7 +213,7 @@ def test_what_is_a_header(tmp_path: Path, text: str, columns: list[str]) -> None
 LAYOUTS = {"criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]), "taobao": "1,2268318,2520377,pv,1511544070"}
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
+@looped("source", LAYOUTS)
 def test_known_layouts_need_no_schema(tmp_path: Path, source: str) -> None:
     path = tmp_path / "logs.txt"
     path.write_text(LAYOUTS[source] + "\n")
@@ -276,7 +276,7 @@ def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: 
     assert "1 rows are neither 0 nor 1" in guess.reason
 
 
-@pytest.mark.parametrize("word", ["-Infinity", "inf"])
+@looped("word", ["-Infinity", "inf"])
 def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     prices = [f"{i}.25" for i in range(50)]
@@ -288,7 +288,7 @@ def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path)
         list(ColumnsSource(path, schema).chunks())
 
 
-@pytest.mark.parametrize("stored", ["text", "int", "csv"])
+@looped("stored", ["text", "int", "csv"])
 def test_a_label_made_of_values(stored: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     actions = random.integers(0, 4, N)

@@ -74,7 +74,7 @@ def test_honest_columns_are_not(seed: int) -> None:
     assert find_leaks(table, LABEL, [name for name in table.column_names if name != "click"]).leaks == {}
 
 
-@pytest.mark.parametrize("name", ["criteo_terabyte_80k.tsv.gz", "criteo_terabyte_day0_10k.tsv.gz"])
+@looped("name", ["criteo_terabyte_80k.tsv.gz", "criteo_terabyte_day0_10k.tsv.gz"])
 def test_honest_files_have_none(name: str, real_data: Callable[[str], Path]) -> None:
     guess = guess_columns(real_data(name), label="c0")
     assert not [g for g in guess.of("") if "leak" in g.reason] and not guess.notes

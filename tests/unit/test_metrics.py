@@ -41,7 +41,7 @@ def test_auc_against_every_pair(rows: list[tuple[int, bool]]) -> None:
     assert got == wins / (len(positives) * len(negatives))
 
 
-@pytest.mark.parametrize("ties", [False, True])
+@looped("ties", [False, True])
 def test_against_sklearn(ties: bool) -> None:
     rng = np.random.default_rng(5)
     labels = (rng.random(20_000) < 0.03).astype(np.float32)
@@ -94,7 +94,7 @@ def test_logloss_of_extreme_logits_is_exact() -> None:
     assert got["logloss"] == pytest.approx(100 / 3)
 
 
-@pytest.mark.parametrize("label", [0, 1])
+@looped("label", [0, 1])
 def test_one_class_is_reported_not_a_crash(label: int) -> None:
     got = compute(np.array([0.5, -1.0]), np.array([label, label]))
     assert math.isnan(got["auc"]) and math.isnan(got["ne"])

@@ -55,7 +55,7 @@ def test_only_the_generator_decides_and_nothing_global_moves() -> None:
     assert not any(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@looped("bias", [True, False])
 def test_linear_module_against_torch(bias: bool) -> None:
     layer, twin = Linear(6, 5, generator=seeded(), bias=bias), nn.Linear(6, 5, bias=bias)
     twin.load_state_dict(layer.state_dict())
@@ -99,7 +99,7 @@ def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
     torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_dense", [0, 1, 4])
+@looped("num_dense", [0, 1, 4])
 def test_first_order_against_plain_torch(num_dense: int) -> None:
     model, without = (
         built(

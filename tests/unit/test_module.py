@@ -384,7 +384,7 @@ def test_several_collections_resume_from_a_state_dict_and_a_checkpoint(tmp_path:
         assert all(same(rows_of(x), rows_of(y)) for x, y in zip(again, both, strict=True))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "text"),
     [
         (lambda: [], "was given no EmbeddingCollection"),

@@ -33,7 +33,7 @@ def train(emb: EmbeddingCollection, optimizer: torch.optim.Optimizer, steps: ran
         optimizer.step()
 
 
-@pytest.mark.parametrize(("optimizer_class", "shape"), [(Adagrad, (10, 3)), (RowWiseAdagrad, (10,))])
+@looped(("optimizer_class", "shape"), [(Adagrad, (10, 3)), (RowWiseAdagrad, (10,))])
 def test_state_is_one_sum_per_element_or_row(optimizer_class: type, shape: tuple[int, ...]) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1, initial_accumulator_value=0.25)
@@ -149,7 +149,7 @@ def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type, dtype: Dtyp
         assert all(state.dtype == torch.float32 and torch.equal(state, theirs[name]) for name, state in mine.items())
 
 
-@pytest.mark.parametrize(("optimizer_class", "name"), [(Adagrad, "sum"), (RowWiseAdagrad, "sum"), (Adam, "exp_avg_sq")])
+@looped(("optimizer_class", "name"), [(Adagrad, "sum"), (RowWiseAdagrad, "sum"), (Adam, "exp_avg_sq")])
 def test_loading_keeps_the_state_in_place(optimizer_class: type, name: str) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1)
@@ -244,7 +244,7 @@ def test_ftrl_starts_from_the_initial_rows_and_l1_makes_zeros() -> None:
     assert emb.weights["a"][1].tolist() == [0.0, 0.0, 0.0] and emb.weights["a"][3].all()
 
 
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])
+@looped("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])
 def test_betas_must_be_shares(betas: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"Adam: betas are .*; both must lie in \[0, 1\)"):
         Adam(make(), betas=betas)
@@ -296,7 +296,7 @@ def upper(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@looped("weight_decay", [0.0, 0.1])
 def test_split_sgd_against_torch_sgd(weight_decay: float) -> None:
     """The same gradients: w follows torch's to a rounding a step, and the parameters are its upper halves."""
     ours, theirs = dense(), dense()

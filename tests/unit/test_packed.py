@@ -379,7 +379,7 @@ def test_labels_are_a_matrix(kinds: list[Any], tmp_path: Path) -> None:
     assert batches[0].label.shape == ((64, len(kinds)) if len(kinds) > 1 else (64,)) and len(batches[-1]) == 250 % 64
 
 
-@pytest.mark.parametrize(("kind", "value"), [("binary", 0.5), ("number", np.nan), ("number", np.inf)])
+@looped(("kind", "value"), [("binary", 0.5), ("number", np.nan), ("number", np.inf)])
 def test_a_label_that_is_not_of_its_kind_is_refused(kind: Any, value: float, tmp_path: Path) -> None:
     rows, info = make_rows(20), replace(make_info(), labels=(Label("y", kind),))
     rows.label[7] = value

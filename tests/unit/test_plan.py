@@ -174,7 +174,7 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
     )
 
 
-@pytest.mark.parametrize(("pinned", "cached"), [(0, 30), (11, 100), (0, 900)])
+@looped(("pinned", "cached"), [(0, 30), (11, 100), (0, 900)])
 def test_expected_hits_of_batches_in_flight_against_a_simulation(pinned: int, cached: int) -> None:
     """Rows of the four batches before a batch are still there, in slots of the cache or beside it."""
     lookups, num_rows, depth = 128, 4000, 4
@@ -269,7 +269,7 @@ def test_rows_that_are_never_used_are_not_pinned() -> None:
     assert slots.pinned <= 3000 <= sum(slots)
 
 
-@pytest.mark.parametrize("depth", [0, 4, 20])
+@looped("depth", [0, 4, 20])
 def test_batches_in_flight_have_slots(depth: int) -> None:
     """Of a table whose rows are all alike, and that would get none for its hits."""
     rng = np.random.default_rng(depth)
@@ -368,7 +368,7 @@ def misses_per_step(
     return (after - before) / 200, emb.placement.slots, overflown
 
 
-@pytest.mark.parametrize("parts", [10, 32])
+@looped("parts", [10, 32])
 def test_misses_against_the_best_that_any_fixed_set_of_rows_does(tmp_path: Path, parts: int) -> None:
     """Real ones, by the caches' own counters, of batches looked ahead to."""
     rates = {

@@ -112,7 +112,7 @@ def test_how_to_go_on(torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch) -> No
     assert how_to_go_on(Path("runs/a")) == command
 
 
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
+@looped("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
 def test_a_process_without_ranks_trains_alone(environ: dict[str, str]) -> None:
     with joined(environ) as comm:
         assert (comm.rank, comm.size, comm.ranks.micro_batches) == (0, 1, 1)

@@ -176,7 +176,7 @@ def test_what_is_wrong_is_named_with_its_line_in_the_file(tmp_path: Path) -> Non
         sample_of(path)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@looped("suffix", ["csv", "jsonl"])
 def test_rows_that_exceed_memory_are_read_from_disk(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +186,7 @@ def test_rows_that_exceed_memory_are_read_from_disk(
     assert sample_of(tmp_path / f"x.{suffix}").rows.equals(held)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@looped("suffix", ["csv", "jsonl", "parquet"])
 def test_a_column_that_some_files_lack_is_missing_there(suffix: str, tmp_path: Path) -> None:
     """Whichever file comes first; one line says which files lack what."""
     old, new = late(300).drop_columns("new"), late(300, first=0)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from sklearn.metrics import log_loss
 
 from hotrow.objectives import OBJECTIVES
@@ -15,7 +14,7 @@ def line(step: int, losses: Any) -> dict[str, Any]:
     return {"kind": "eval", "split": "val", "step": step, "losses": list(losses)}
 
 
-@pytest.mark.parametrize("num_rows", [1, 40, 1000])
+@looped("num_rows", [1, 40, 1000])
 def test_losses_of_parts_are_means_of_log_losses(num_rows: int) -> None:
     generator = np.random.default_rng(0)
     outputs, labels = generator.normal(size=num_rows).astype(np.float32), generator.random(num_rows) < 0.4

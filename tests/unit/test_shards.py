@@ -118,7 +118,7 @@ def test_numbers_of_few_bits_against_torch(wire_dtype: WireDtype, size: int, sca
         assert torch.equal(found, numbers if wire_dtype == "fp32" else numbers.bfloat16().float())
 
 
-@pytest.mark.parametrize("wire_dtype", ["bf16", "fp16"])
+@looped("wire_dtype", ["bf16", "fp16"])
 def test_what_is_not_finite_stays_so(wire_dtype: WireDtype) -> None:
     numbers = torch.tensor([float("inf"), -2.0, float("-inf"), 0.0, float("nan")])
     found = widen(torch.cat(narrow([numbers], wire_dtype)), 5, wire_dtype)

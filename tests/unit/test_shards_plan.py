@@ -77,7 +77,7 @@ def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
     assert dtype != "float32" or predicted.split_bytes <= predicted.replicated_bytes, "copies never save bytes"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@looped("num_ranks", [2, 3, 4])
 def test_small_tables_are_replicated_and_others_dealt_out(num_ranks: int) -> None:
     found = shards_of(config(), TABLES, dataset(), num_ranks)
     assert found == {
@@ -183,7 +183,7 @@ def long_bags(*num_rows: int) -> tuple[list[TableConfig], Any]:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@looped("num_ranks", [2, 3, 4])
 def test_tables_with_long_bags_go_to_owners_that_pool(num_ranks: int) -> None:
     tables, data = long_bags(*(100_000,) * 12)
     found = shards_of(config(), tables, data, num_ranks)
@@ -276,7 +276,7 @@ def test_exchanges_that_are_asked_for() -> None:
     assert [found[f"t{k}"].exchange for k in range(4)] == ["pooled", "rows", "rows", "rows"], "t3 alone is uneven"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("asked", "text"),
     [
         ({"exchange": {"users": "rows"}}, r"parallel\.exchange names the table 'users', .* did you mean 'user'\?"),

@@ -39,7 +39,7 @@ def test_an_unknown_behaviour_is_a_bad_row(tmp_path: Path) -> None:
     assert "UserBehavior.csv:3" in source.skipped.examples[1]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("label", "message"),
     [
         ({"negative": ["pv"]}, "'negative' needs 'positive'"),

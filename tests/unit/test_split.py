@@ -96,6 +96,6 @@ def test_one_time_for_all_rows_is_refused() -> None:
         histogram.plan((0.8, 0.1, 0.1))
 
 
-@pytest.mark.parametrize("plan", [RandomPlan(1, (0.8, 0.1, 0.1)), TimePlan((-5, 7)), RangePlan((6, 7))])
+@looped("plan", [RandomPlan(1, (0.8, 0.1, 0.1)), TimePlan((-5, 7)), RangePlan((6, 7))])
 def test_plans_survive_json(plan) -> None:
     assert plan_of(plan_to_json(plan)) == plan

@@ -185,7 +185,7 @@ def test_batches_it_refuses() -> None:
         score(jagged(ids, [2, 3], user=[1, 2]))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("names", "message"),
     [
         (["user", "item"], "needs a history, a feature such as 'item_history' beside 'item'; the data has user, item"),

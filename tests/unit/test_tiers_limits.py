@@ -89,7 +89,7 @@ def test_a_middle_tier_has_a_size(size: Any) -> None:
         Memory(dram="1GiB", ssd="a", io="aio")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])
+@looped("memory", ["disk", 3, {"dram": "1GiB"}])
 def test_memory_of_another_kind(memory: Any) -> None:
     tables = [TableConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=("a",))]
     with pytest.raises(ValueError, match=r"memory is .*; pass None or 'dram' \(all rows in DRAM\), hotrow.Memory or"):
@@ -109,7 +109,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None
     assert (tmp_path / "taken").read_text() == "mine"
 
 
-@pytest.mark.parametrize("kind", ["ssd", "file"])
+@looped("kind", ["ssd", "file"])
 def test_a_folder_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """/proc takes files from nobody, not even from root."""
     path = Path("/proc/self/fdinfo")
@@ -130,7 +130,7 @@ def test_a_file_system_without_locks_is_refused_by_name(monkeypatch: pytest.Monk
     assert list((tmp_path / "rows").iterdir()) == []
 
 
-@pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31, 2**40])
+@looped("num_rows", [2**31 - 1, 2**31, 2**40])
 def test_a_table_of_too_many_rows(tmp_path: Path, num_rows: int) -> None:
     table = TableConfig(name="vast", num_embeddings=num_rows, embedding_dim=1, feature_names=("x",))
     with pytest.raises(ValueError, match=r"table 'vast' has [\d,]+ rows; .*fewer than 2,147,483,647: hash its ids"):
@@ -351,7 +351,7 @@ def test_batches_of_another_kind(emb: EmbeddingCollection) -> None:
             list(hotrow.lookahead([batch_of(0), item, batch_of(2)], emb))  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@looped("depth", [0, 2])
 def test_no_batch_is_taken_for_the_end(tmp_path: Path, depth: int) -> None:
     """Without tiers nobody looks at the batches, and one that is None is as good as any other."""
     batches = [batch_of(0), None, batch_of(2)]

@@ -44,7 +44,7 @@ def write(path: Path, columns: dict[str, list[Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@looped("suffix", [".csv", ".jsonl", ".parquet"])
 def test_missing_is_missing_in_every_format(suffix: str, tmp_path: Path) -> None:
     n = len(LOST)
     columns = {
@@ -202,7 +202,7 @@ def with_cell(values: list[str], **cells: str) -> list[str]:
     return [cells.get(f"_{i}", value) for i, value in enumerate(values)]
 
 
-@pytest.mark.parametrize("cell", ["NA", "n.a.", ""])
+@looped("cell", ["NA", "n.a.", ""])
 def test_one_cell_does_not_change_a_column(cell: str, tmp_path: Path) -> None:
     columns = logs()
     path = write(tmp_path / "x.csv", {**columns, "price": with_cell(columns["price"], _77=cell)})
@@ -346,7 +346,7 @@ def test_one_and_two_are_a_label_by_rule_only() -> None:
         guess_columns(frame, label="click")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@looped("suffix", [".csv", ".jsonl", ".parquet"])
 def test_predict_reads_cells_as_prepare_does(suffix: str, tmp_path: Path) -> None:
     columns = logs()
     draw = np.random.default_rng(4)

@@ -170,7 +170,7 @@ def test_every_flipped_byte_is_refused(keys: Keys, tmp_path: Path) -> None:
             whole[at] ^= 0x10
 
 
-@pytest.mark.parametrize("name", ["v", "c"])
+@looped("name", ["v", "c"])
 def test_every_truncation_is_refused(name: str, tmp_path: Path) -> None:
     build(tmp_path, strings(STRINGS))
     path, opener = tmp_path / name, {"v": Vocabulary.open, "c": open_counts}[name]
@@ -277,7 +277,7 @@ def test_hash_against_python_integers() -> None:
         assert int(reference.fmix64(np.array([x], np.uint64))[0]) == y ^ y >> 33
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+@looped("piece_bytes", [1, 100, 1 << 20])
 def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a dictionary: integers of either sign come back from their hashes, texts from their bytes."""
     numbers = [0, -1, 2**63 - 1, -(2**63), 7919, 7919, *range(-300, 300, 7)]
