@@ -22,6 +22,16 @@ import pytest
 
 from benchmarks.rank_runs import CONTEXT
 
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "hotrow.run.runs",
+        "hotrow.parallel.launch",
+        "hotrow.days.walk",
+    ]
+)
 COMMAND = "from hotrow.__main__ import main; main()"
 NOT_ANOTHER_USER = 77
 """What a script ends with where root has to become another user, and may not: in a container without CAP_SETUID."""

@@ -1,22 +1,15 @@
 """Runs changed in structure, their checksums made right again, through every verb: only what they say gives them away.
 
-    PYTHONPATH=. python tests/mutate_sealed.py --cases 500 --seed 1     # what is wrong, and a table
-
 A case changes some fields of a JSON file of a run, or the tensors of a file of its newest checkpoint, and makes all
 checksums right, as anybody can. Every verb then ends with code 0, or with code 2 and a message that names the file. If
 both `predict` and `export` take the run, the export scores rows as the run does: no verb takes what another refuses to
 read, or reads something else in it.
 """
 
-import argparse
 import copy
 import json
-import os
 import random
 import shutil
-import sys
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,7 +140,7 @@ def is_sealed(path: Path) -> bool:
     return path.suffix == ".json" and f'"{CHECKSUM}": "'.encode() in path.read_bytes()
 
 
-def faults_of_case(seed: int, number: int, counts: Counter[tuple[str, str]]) -> list[str]:
+def faults_of_case(seed: int, number: int) -> list[str]:
     """What is wrong with how the verbs take the changed run; the run and what they made are put back."""
     rng, run, kept = random.Random(f"{seed}-{number}"), Path("run"), Path("kept")
     shutil.copytree(run, kept, symlinks=True)
@@ -157,7 +150,7 @@ def faults_of_case(seed: int, number: int, counts: Counter[tuple[str, str]]) -> 
         stored = sorted(checkpoint.rglob("*.safetensors"))
         file = rng.choice(sealed if rng.random() < 0.6 else stored)
         what = change_json(file, rng) if file in sealed else change_tensors(file, checkpoint, rng)
-        return [f"case {number}, {file}: {what}: {fault}" for fault in _faults(file, counts)]
+        return [f"case {number}, {file}: {what}: {fault}" for fault in _faults(file)]
     finally:
         for folder in (run, Path("export-2")):
             shutil.rmtree(folder, ignore_errors=True)
@@ -165,14 +158,13 @@ def faults_of_case(seed: int, number: int, counts: Counter[tuple[str, str]]) -> 
         kept.rename(run)
 
 
-def _faults(file: Path, counts: Counter[tuple[str, str]]) -> Iterator[str]:
+def _faults(file: Path) -> Iterator[str]:
     taken, names = {}, (file.name, str(file.parent), "run/")
     for words in VERBS:
         verb, *arguments = words.split()
         outcome = mutate.run_command([verb, *arguments])
         outcome.faults += mutate.faults_of(mutate.Case(verb, "", arguments, names), outcome)
         taken[verb] = outcome
-        counts[verb, "fault" if outcome.faults else "accepted" if outcome.code == 0 else "refused"] += 1
         yield from (f"{verb} {fault}: {outcome.err[-400:]}" for fault in outcome.faults)
     if taken["export"].code == 0 and "embedding/" in str(file) and taken["predict"].code != 0:
         yield f"export takes what predict refuses: {taken['predict'].err[-400:]}"
@@ -194,31 +186,3 @@ def other_scores() -> str:
         return f"the export's own script cannot read it: {type(error).__name__}: {error}"
     apart = float(np.abs(found - scores[:40]).max())
     return "" if apart < 1e-5 else f"the export scores rows otherwise than predict, by {apart:.2g}"
-
-
-def main() -> int:
-    """Every fault, then the table; the number of cases with faults decides the exit code."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    counts: Counter[tuple[str, str]] = Counter()
-    wrong, here = 0, Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        make_artifacts()
-        for number in range(options.first, options.first + options.cases):
-            faults = faults_of_case(options.seed, number, counts)
-            wrong += bool(faults)
-            print(*faults, sep="\n", end="\n" if faults else "", flush=True)
-        os.chdir(here)
-    print(f"\n{'verb':<10}{'accepted':>10}{'refused':>10}{'fault':>8}")
-    for verb in (words.split()[0] for words in VERBS):
-        print(f"{verb:<10}" + "".join(f"{counts[verb, k]:>10}" for k in ("accepted", "refused", "fault")))
-    print(f"{options.cases} cases of seed {options.seed}, {wrong} with faults")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

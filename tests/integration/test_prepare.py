@@ -34,6 +34,7 @@ from hotrow.data.sources import inputs
 from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
 from hotrow.data.sources.schema import parse_schema
 from kill_prepare import KILL_PREPARE
+from loops import looped
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 from resealed import reseal
 
@@ -81,7 +82,7 @@ def brute_force_ids(column: list[Any], is_train: np.ndarray, min_count: int = 1)
     return encoded if isinstance(column[0], list) else [row[0] for row in encoded]
 
 
-@pytest.mark.parametrize("source", ["frame", "parquet"])
+@looped("source", ["frame", "parquet"])
 def test_against_brute_force(tmp_path: Path, source: str) -> None:
     """Every column of every split against ten lines of Python; Parquet text comes as dictionaries, a frame's plain."""
     rows = make_rows(1500, seed=3)
@@ -170,7 +171,7 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
         next(encoder.batches(test.drop_columns("item")))
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@looped("kind", ["csv", "parquet"])
 def test_new_rows_are_encoded_whatever_stands_in_label_and_time(kind: str, tmp_path: Path) -> None:
     schema = {"label": "click", "time": "ts", "categorical": ["user"], "dense": ["price"]}
 
@@ -189,7 +190,7 @@ def test_new_rows_are_encoded_whatever_stands_in_label_and_time(kind: str, tmp_p
         assert batch.dense.tolist() == want.dense.tolist() and batch.label.isnan().all()
 
 
-@pytest.mark.parametrize("source", ["criteo", "csv"])
+@looped("source", ["criteo", "csv"])
 def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path: Path) -> None:
     if source == "criteo":
         good, bad = "1" + "\t1" * 13 + "\tab" * 26 + "\n", "1" + "\t1" * 13 + "\tzz" * 26 + "\n"
@@ -250,7 +251,7 @@ def test_criteo_days_split_by_file(tmp_path: Path) -> None:
     assert {name: limited.split(name).num_rows for name in limited.splits} == {"train": 30, "test": 5, "val": 5}
 
 
-@pytest.mark.parametrize("missing", ["NA", "null", "\\N", ""])
+@looped("missing", ["NA", "null", "\\N", ""])
 def test_criteo_is_recognised_by_a_row_with_missing_texts(missing: str, tmp_path: Path) -> None:
     fields = ["1", *["2"] * 13, *["68fd1e64"] * 26]
     fields[3] = fields[20] = fields[39] = missing
@@ -261,7 +262,7 @@ def test_criteo_is_recognised_by_a_row_with_missing_texts(missing: str, tmp_path
     assert recognise(tmp_path / "y.txt") is None
 
 
-@pytest.mark.parametrize("source", ["taobao", "avazu"])
+@looped("source", ["taobao", "avazu"])
 def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     rng = np.random.default_rng(0)
     n, path = 400, tmp_path / "logs.csv"
@@ -454,7 +455,7 @@ def test_killed_at_any_rename_and_continued_gives_the_same_bytes(tmp_path: Path,
         assert hashes == result["plain"], when
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         ({"source": "creteo"}, "source 'creteo' is not known; did you mean 'criteo'"),
@@ -478,9 +479,7 @@ def test_options_out_of_range_are_named(tmp_path: Path, arguments: dict[str, Any
     assert "sample" in arguments or not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("256MiB", 2**28), ("4GB", 4 * 10**9), (" 1.5 kib ", 1536), ("7", 7), (5, 5)]
-)
+@looped(("text", "value"), [("256MiB", 2**28), ("4GB", 4 * 10**9), (" 1.5 kib ", 1536), ("7", 7), (5, 5)])
 def test_sizes_are_read(text: str | int, value: int) -> None:
     assert parse_bytes(text) == value
 

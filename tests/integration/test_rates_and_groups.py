@@ -20,6 +20,7 @@ from hotrow.objectives.calibration import Calibration
 from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
+from loops import looped
 from rank_pool import RankPool
 
 OPTIONS: dict[str, Any] = {
@@ -220,7 +221,7 @@ def test_ranks_find_the_same(tmp_path: Path, make_dataset: Callable[..., PackedD
     assert whole.metrics is not None and not math.isnan(whole.metrics["test"]["gauc"])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rows", "more", "match"),
     [
         ({"train": 64, "test": 64}, {}, r"calibration\.method is 'isotonic'.*'val'.*no rows.*null"),

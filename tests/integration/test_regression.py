@@ -26,14 +26,9 @@ from hotrow.setup.setup import Setup
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "regression-small.yaml"
 OPTIONS = {
-    "batch_size": 32,
-    "epochs": 6,
-    "embedding_dim": 4,
-    "bottom_mlp": [8],
-    "top_mlp": [8],
-    "threads": 1,
+    "batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1,
     "refit": False,
-}
+}  # fmt: skip
 
 
 def ratings(num_rows: int, seed: int = 0) -> pa.Table:

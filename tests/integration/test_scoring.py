@@ -26,15 +26,11 @@ from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
 from hotrow.data.sources.schema import CategoricalSpec, parse_schema
 from hotrow.run.folder import RunFolder
+from loops import looped
 
 OPTIONS: dict[str, Any] = {
-    "batch_size": 64,
-    "embedding_dim": 4,
-    "bottom_mlp": [8],
-    "top_mlp": [8],
-    "threads": 1,
-    "refit": False,
-}
+    "batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "refit": False,
+}  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "label": "click",
     "categorical": [
@@ -192,7 +188,7 @@ def test_a_run_without_counts_scores_and_says_so(run: hotrow.Run) -> None:
     assert "columns" not in old.metrics
 
 
-@pytest.mark.parametrize("columns", [{"val": {"item": {"values": 3, "unknown": 4}}}, {"val": {"item": {"unknown": 0}}}])
+@looped("columns", [{"val": {"item": {"values": 3, "unknown": 4}}}, {"val": {"item": {"unknown": 0}}}])
 def test_impossible_counts_in_run_json_are_refused(run: hotrow.Run, tmp_path: Path, columns: Any) -> None:
     folder = RunFolder.create(tmp_path / "run", name="run")
     with pytest.raises(ValueError, match="at most `values`"):
@@ -210,7 +206,7 @@ def one(**changed: Any) -> dict[str, list[Any]]:
     return {**{"item": ["i3"], "user": [12], "tags": ["3|4"], "price": [2.5]}, **{n: [v] for n, v in changed.items()}}
 
 
-@pytest.mark.parametrize("value", ["12", " 12", "12 ", "012", "+12", "12.0", "1.2e1", 12.0, "12."])
+@looped("value", ["12", " 12", "12 ", "012", "+12", "12.0", "1.2e1", 12.0, "12."])
 def test_a_whole_number_is_an_id_however_it_is_written(run: hotrow.Run, value: Any, tmp_path: Path) -> None:
     expected = scores_of(run, one())
     np.testing.assert_array_equal(scores_of(run, one(user=value)), expected)
@@ -220,7 +216,7 @@ def test_a_whole_number_is_an_id_however_it_is_written(run: hotrow.Run, value: A
     assert run.seen is not None and run.seen.columns["user"]["unreadable"] == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     ["guest", "12.5", 12.5, math.inf, "1e999999999", "9" * 5000, "\uff11\uff12", "1_2", "0x0c", "-", 2**80, "12 3"],
 )
@@ -267,7 +263,7 @@ def test_rows_come_through_a_pipe(run: hotrow.Run, tmp_path: Path) -> None:
     assert pyarrow.csv.read_csv(tmp_path / "scores.csv")["item"].to_pylist() == rows(50)["item"]
 
 
-@pytest.mark.parametrize(("value", "unreadable"), [("x", 1), (math.nan, 0), (math.inf, 1), ("1e400", 1), (None, 0)])
+@looped(("value", "unreadable"), [("x", 1), (math.nan, 0), (math.inf, 1), ("1e400", 1), (None, 0)])
 def test_what_is_no_number_is_missing(run: hotrow.Run, value: Any, unreadable: int) -> None:
     found = scores_of(run, one(price=value))
     assert run.seen is not None
@@ -321,9 +317,7 @@ def floats_of(found: list[dict[str, Any]]) -> pa.Table:
     return pa.table({n: pa.array([number(row[n]) for row in found], pa.float64()) for n in found[0]})
 
 
-@pytest.mark.parametrize(
-    "form", ["csv", "jsonl", "parquet", "floats", "dict", "rows", "polars", "lazy", "lists", "structs"]
-)
+@looped("form", ["csv", "jsonl", "parquet", "floats", "dict", "rows", "polars", "lazy", "lists", "structs"])
 def test_hostile_rows_get_a_score_each(run: hotrow.Run, form: str, tmp_path: Path) -> None:
     found = hostile_rows()
     texts = pa.table({n: [as_text(row[n]) for row in found] for n in found[0]})

@@ -30,6 +30,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.build import build, look_up
 from hotrow.run.meters import StepClock
 from hotrow.setup.setup import Setup
+from loops import looped
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "labels-small.yaml"
 SMALL = {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1, "refit": False, "quiet": True}
@@ -60,8 +61,8 @@ ORDERED = {"column": "action", "name": "ordered", "positive": ["order"]}
 SCHEMA = {"label": ["click", ORDERED], "categorical": ["user", "item"], "split": {"fractions": [0.6, 0.2, 0.2]}}
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.retrieves])
+@looped("weighted", [False, True])
+@looped("name", [name for name, objective in OBJECTIVES.items() if not objective.retrieves])
 def test_losses_and_metrics_are_those_of_each_label(name: str, weighted: bool) -> None:
     objective = for_labels(OBJECTIVES[name], NAMES)
     generator = torch.Generator().manual_seed(1)
@@ -103,7 +104,7 @@ def test_a_label_that_is_all_equal_is_named() -> None:
         metrics.update(np.eye(3), np.zeros((3, 2)))
 
 
-@pytest.mark.parametrize("model", POOLED)
+@looped("model", POOLED)
 def test_a_step_against_torch(model: str, tmp_path: Path) -> None:
     """The gradient of the loss by torch's own cross-entropy of all outputs, with SGD."""
     schema = parse_schema({**SCHEMA, "dense": ["ts"]}, where="test")
@@ -198,7 +199,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run: hotrow.Run, tmp_path: Path, 
     assert ends[0][-1] | {"time": 0} == ends[1][-1] | {"time": 0}
 
 
-@pytest.mark.parametrize("model", POOLED)
+@looped("model", POOLED)
 def test_micro_batches_of_one_dense_input(model: str, tmp_path: Path) -> None:
     """The gradient of its weights, one for each label, is a column of a larger gradient."""
     schema = parse_schema({**SCHEMA, "dense": ["ts"]}, where="test")

@@ -22,6 +22,7 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.meters import StepClock
 from hotrow.run.trainer import NonFiniteError, train_step
 from hotrow.setup.setup import Setup
+from loops import looped
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
@@ -45,7 +46,7 @@ def batches(dataset: PackedDataset) -> Iterator[tuple[int, Batch]]:
     return enumerate(Loader(dataset.split("train"), 32, shuffle_seed=None).epoch(0))
 
 
-@pytest.mark.parametrize(("changes", "decay"), [((), 0.01), (("optimizer.dense.weight_decay=0.3",), 0.3)])
+@looped(("changes", "decay"), [((), 0.01), (("optimizer.dense.weight_decay=0.3",), 0.3)])
 def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tuple[str, ...], decay: float) -> None:
     lr = 0.02
     ours = parts_of(dataset, tmp_path, "optimizer.dense.name=adamw", f"optimizer.dense.lr={lr}", *changes)
@@ -61,7 +62,7 @@ def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tu
         torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@looped("name", ["sgd", "adamw"])
 def test_weights_that_fall_for_ever_end_at_zero(dataset: PackedDataset, tmp_path: Path, name: str) -> None:
     """A weight whose input is always zero only decays; as a denormal number it would make every product slow."""
     decay = ["optimizer.dense.lr=0.1", "optimizer.dense.weight_decay=0.5"]
@@ -88,8 +89,8 @@ def steps(parts: Parts, dataset: PackedDataset, num_steps: int) -> list[torch.Te
     return [own.detach().clone() for own in (*parts.model.parameters(), *parts.embedding.weights.values())]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("limit", [0.05, 100.0])
+@looped("micro_batches", [1, 4])
+@looped("limit", [0.05, 100.0])
 def test_clipping_against_torch(dataset: PackedDataset, tmp_path: Path, limit: float, micro_batches: int) -> None:
     changes = f"train.micro_batches={micro_batches}", "optimizer.dense.lr=0.1"
     free, ours = (parts_of(dataset, tmp_path, f"train.clip_norm={each}", *changes) for each in ("null", limit))
@@ -133,8 +134,8 @@ def test_ranks_cannot_clip_yet(dataset: PackedDataset, tmp_path: Path) -> None:
         Setup.decide(config, dataset, tmp_path, ranks=Ranks(0, 2))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("weight", [1.0, 3.0, 0.25])
+@looped("micro_batches", [1, 4])
+@looped("weight", [1.0, 3.0, 0.25])
 def test_the_loss_against_torch(dataset: PackedDataset, tmp_path: Path, weight: float, micro_batches: int) -> None:
     """One step of SGD, from the loss as torch's users write it."""
     changes = f"train.pos_weight={weight}", "optimizer.dense.lr=0.1"

@@ -27,6 +27,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.build import build
 from hotrow.run.meters import StepClock
 from hotrow.setup.setup import Setup
+from loops import looped
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "weighted-small.yaml"
 SMALL = {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1, "refit": False, "quiet": True}
@@ -234,7 +235,7 @@ def test_a_weight_may_be_an_input_too(tmp_path: Path) -> None:
     assert set(dataset.split("train").block(0).weight) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("bad", [-1.0, None, float("inf"), 1e39])
+@looped("bad", [-1.0, None, float("inf"), 1e39])
 def test_a_bad_weight_names_column_and_row(tmp_path: Path, bad: float | None) -> None:
     rows = clicks(300)
     rows["w"] = [*rows["w"][:7].tolist(), bad, *rows["w"][8:].tolist()]
@@ -254,7 +255,7 @@ def test_words_are_no_weights(tmp_path: Path) -> None:
         run_prepare("csv", tmp_path / "rows.csv", tmp_path / "data", schema=parse_schema(SCHEMA, where="test"))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("told", "reason"),
     [
         ({"weight": "click"}, "'click' cannot be both label and weight"),

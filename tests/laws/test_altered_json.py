@@ -32,6 +32,7 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.interrupt import Interrupt
 from hotrow.run.trainer import Training
 from hotrow.setup.setup import Setup
+from loops import looped
 from mutate_sealed import Change, changed, changes
 from prepare_data import SCHEMA, make_rows, to_table
 
@@ -294,9 +295,7 @@ def test_an_edited_export_is_refused_by_its_script(made: Path) -> None:
             put(path, text)
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"{", b"[]", b'{"kind": 1, "step": 2}', b'{"kind": "eval"}', b"\xff", b"[" * 9**5]
-)
+@looped("line", [b"", b"{", b"[]", b'{"kind": 1, "step": 2}', b'{"kind": "eval"}', b"\xff", b"[" * 9**5])
 def test_a_damaged_line_of_metrics_is_named(made: Path, line: bytes) -> None:
     path = made / "plain/metrics.jsonl"
     text = path.read_bytes()

@@ -30,7 +30,7 @@ PARTS = {  # rows of the part, and how they start
 }
 
 
-@pytest.mark.parametrize("births", [births for _, births in PARTS.values()])
+@looped("births", [births for _, births in PARTS.values()])
 def test_runs_are_the_births_in_order(births: Births) -> None:
     for start in (0, 1, 6, 7, 8, 39, 40, 41):
         for stop in range(start, start + 50):
@@ -64,7 +64,7 @@ def test_rows_of_a_part_on_every_instruction_set(births: Births, dim: int, zero_
 
 
 @needs_native
-@pytest.mark.parametrize(("column", "dim"), [(0, 4), (4, 7), (8, 1), (12, 64)])
+@looped(("column", "dim"), [(0, 4), (4, 7), (8, 1), (12, 64)])
 def test_columns_of_a_part_on_every_instruction_set(column: int, dim: int) -> None:
     key, births = types.row_key(3, "user"), Births(prefix=2, first=5, step=3)
     ids = torch.tensor([births.of(row) for row in range(40)])
@@ -121,7 +121,7 @@ def test_parts_start_as_the_whole_table(tmp_path: Path, name: str, dtype: Dtype,
         own.emb.placement.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_a_row_of_zeros_starts_as_the_whole_table_has_it(dtype: Dtype) -> None:
     """Also where no other row is, as on one of more ranks than rows: a state of weights is +0.0, never -0.0."""
     whole = table_of(dtype)
@@ -132,7 +132,7 @@ def test_a_row_of_zeros_starts_as_the_whole_table_has_it(dtype: Dtype) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_steps_change_the_rows_of_a_part_alone(tmp_path: Path, dtype: Dtype) -> None:
     """A part in tiers is trained, and rows come and go: the rest still starts as the whole table's."""
     num_rows, births = PARTS["rank 1 of 4 behind a prefix"]

@@ -14,6 +14,7 @@ from cache_rig import Rig, Shape, initial_rows, needs_native, records_of, use
 
 from hotrow.placement.budget import METADATA_BYTES
 from hotrow.placement.stores import Engines, StoreError
+from loops import looped
 from store_rig import UsesClock
 
 pytestmark = needs_native
@@ -29,7 +30,7 @@ def resident(rig: Rig) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(
+@looped(
     ("uses", "left"),
     [
         ([0, 1, 2, 3], {1, 2, 3}),  # all were used once: the first to come makes room
@@ -46,8 +47,8 @@ def test_who_makes_room(uses: list[int], left: set[int]) -> None:
     assert resident(rig) == left, "an evaluation moved something"
 
 
-@pytest.mark.parametrize("pinned", [0, 40])
-@pytest.mark.parametrize("in_flight", [0, 1, 3])
+@looped("pinned", [0, 40])
+@looped("in_flight", [0, 1, 3])
 def test_places_and_counts_against_a_clock_in_lists(in_flight: int, pinned: int) -> None:
     """Skewed batches, several in flight, of rows that change in popularity; pinned rows; evaluations in between."""
     rig, model = Rig([Shape(400, pinned, 32)]).in_memory(), UsesClock(32)

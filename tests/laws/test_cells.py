@@ -115,10 +115,7 @@ def meant(read: Callable[..., Any], *cell: Any) -> Any:
 
 def test_what_hostile_cells_mean() -> None:
     for cell, number, integer, text in MEANS:
-        found = [
-            meant(number_of, cell),
-            *(meant(id_of, cell, e) for e in ("int", "bytes")),
-        ]
+        found = [meant(number_of, cell), *(meant(id_of, cell, e) for e in ("int", "bytes"))]
         assert found == [number, integer, text], repr(cell)[:50]
         assert meant(id_of, cell, "hex") == integer or isinstance(cell, str | bytes)
     assert [id_of(text, "hex") for text in ("ff", " 0A ", 10)] == [255, 10, 10]

@@ -30,6 +30,7 @@ from hotrow.placement.stores import StoreError
 from hotrow.run import checkpoint_rows
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.tables import TableConfig
+from loops import looped
 from resealed import reseal
 
 RECORD = 8 * 4
@@ -204,9 +205,9 @@ def test_a_resumed_process_goes_on_with_the_chain(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("where", [None, "others"])
-@pytest.mark.parametrize("seed", [3, 8])
-@pytest.mark.parametrize("optimizer", ["row_wise_adagrad", "ftrl"])
+@looped("where", [None, "others"])
+@looped("seed", [3, 8])
+@looped("optimizer", ["row_wise_adagrad", "ftrl"])
 def test_rows_in_no_link_become_what_they_were_made_as(
     tmp_path: Path, where: str | None, seed: int, optimizer: str
 ) -> None:
@@ -244,7 +245,7 @@ def test_a_load_makes_only_the_rows_in_no_link_anew(
     assert set((made == 0).nonzero().flatten().tolist()) == set(torch.cat(held).tolist())
 
 
-@pytest.mark.parametrize("name", ["embedding", "sparse"])
+@looped("name", ["embedding", "sparse"])
 def test_a_part_loaded_alone_leaves_the_other_as_it_is(tmp_path: Path, name: str) -> None:
     model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
     for number, each in enumerate((model, plain)):
@@ -298,7 +299,7 @@ def test_more_files_than_may_be_open_are_copied(
     assert model.emb.placement.counters()["t"]["saved_rows"] == 0
 
 
-@pytest.mark.parametrize("named", [0, 40, 1000])
+@looped("named", [0, 40, 1000])
 def test_rows_that_a_longer_table_adds_are_saved_as_they_are(tmp_path: Path, named: int) -> None:
     """A row begins smaller in a longer table, which the chain that goes on does not know of rows in no link."""
 
@@ -380,7 +381,7 @@ def test_a_checkpoint_of_a_part_is_whole_and_ends_no_chain(tmp_path: Path) -> No
     assert len(chains(save_checkpoint(tmp_path / "step-3", other))["e/t"]["links"]) == 1
 
 
-@pytest.mark.parametrize("what", ["removed", "moved", "file removed", "cut", "another"])
+@looped("what", ["removed", "moved", "file removed", "cut", "another"])
 def test_where_the_checkpoint_before_is_gone_a_chain_begins_anew(tmp_path: Path, what: str) -> None:
     model, plain = make(tmp_path / "rows", "adagrad"), make(None, "adagrad")
     for each in (model, plain):
@@ -433,9 +434,7 @@ def damaged(tmp_path: Path) -> tuple[Model, Path]:
     return model, path
 
 
-@pytest.mark.parametrize(
-    "name", ["embedding/u/000.safetensors", "embedding/u/001.safetensors", "sparse/t/000.safetensors"]
-)
+@looped("name", ["embedding/u/000.safetensors", "embedding/u/001.safetensors", "sparse/t/000.safetensors"])
 def test_a_damaged_link_is_named(tmp_path: Path, name: str) -> None:
     model, path = damaged(tmp_path)
     whole = (path / name).read_bytes()
@@ -450,7 +449,7 @@ def test_a_damaged_link_is_named(tmp_path: Path, name: str) -> None:
         load_checkpoint(path, model.parts)
 
 
-@pytest.mark.parametrize("rows", [[5, 4, 3], [1, 1, 2], [-1, 0, 1], [1, 2, 700]])
+@looped("rows", [[5, 4, 3], [1, 1, 2], [-1, 0, 1], [1, 2, 700]])
 def test_rows_that_do_not_rise_are_refused_before_anything_changes(tmp_path: Path, rows: list[int]) -> None:
     model, path = damaged(tmp_path)
     file = path / "embedding" / "u" / "001.safetensors"

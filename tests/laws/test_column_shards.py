@@ -202,13 +202,9 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
     plain, tiers, folder, number = saved_of(None, Kept()), str(tmp_path / "tiers"), tmp_path / "saved", 0
     hotrow.save_checkpoint(folder / "0", plain.parts)
     turns = [
-        (3, Kept(), 1),
-        (2, Kept(tiers), 2),
-        (3, Kept(tiers, seed=7), 2),
-        (3, Kept(tiers, in_dram=0), 1),
-        (3, Kept(tiers, in_dram=1), 1),
-        (2, Kept(), 1),
-    ]
+        (3, Kept(), 1), (2, Kept(tiers), 2), (3, Kept(tiers, seed=7), 2), (3, Kept(tiers, in_dram=0), 1),
+        (3, Kept(tiers, in_dram=1), 1), (2, Kept(), 1),
+    ]  # fmt: skip
     for num_ranks, kept, steps in turns[:num_turns]:
         pool.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
         for _ in range(steps):

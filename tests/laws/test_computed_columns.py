@@ -17,6 +17,7 @@ from hotrow.data.chunk import Keys
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform
+from loops import looped
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -271,12 +272,9 @@ def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:
 
 
 STARTS = {
-    "seconds": pa.timestamp("s"),
-    "millis": pa.timestamp("ms", "Asia/Kolkata"),
-    "micros": pa.timestamp("us"),
-    "nanos": pa.timestamp("ns", "UTC"),
-    "day": pa.date32(),
-}
+    "seconds": pa.timestamp("s"), "millis": pa.timestamp("ms", "Asia/Kolkata"), "micros": pa.timestamp("us"),
+    "nanos": pa.timestamp("ns", "UTC"), "day": pa.date32(),
+}  # fmt: skip
 
 
 def test_times_and_dates_are_unix_seconds(tmp_path: Path) -> None:
@@ -352,7 +350,7 @@ def test_published_vectors() -> None:
         assert " | ".join(map(str, line)) in docs
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rows", "entry", "fields"),
     [
         ({}, {"cross": {"columns": ["user", "itm"], "into": "made"}}, ["'itm'", "item"]),

@@ -39,6 +39,7 @@ from hotrow.inspect.accesses import split_accesses
 from hotrow.run.folder import RunFolder, dataset_of
 from hotrow.setup.shards import hot_prefixes
 from kill_prepare import KILL_PREPARE
+from loops import looped
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 from resealed import reseal
@@ -419,7 +420,7 @@ def test_what_asks_for_popularity_sorts_the_rows_of_later_days(days: list[Path])
         assert table.counts.tolist() == sorted(last.counts(table.name)[1:].tolist(), reverse=True)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.9, 1.0])
+@looped("share", [0.1, 0.3, 0.9, 1.0])
 def test_a_later_day_has_as_many_hot_rows_as_its_counts_say(days: list[Path], share: float) -> None:
     last = PackedDataset.open(days[2])
     tables: Any = [SimpleNamespace(name=table.name, num_embeddings=table.num_embeddings) for table in last.info.tables]
@@ -446,7 +447,7 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "named"),
     [
         (lambda base: (base / "train" / "part-00002.arrow").unlink(), r"part-00002\.arrow.*missing"),
@@ -562,7 +563,7 @@ def test_counts_of_another_vocabulary_are_refused(days: list[Path]) -> None:
         Counted.open(days[1] / "rare" / "vocab" / "user", days[1] / "rare" / "counts" / "item")
 
 
-@pytest.mark.parametrize("name", ["used", "seen"])
+@looped("name", ["used", "seen"])
 def test_days_of_last_use_of_other_ids_are_refused(
     days: list[Path], logs: list[Path], tmp_path: Path, name: str
 ) -> None:
@@ -673,7 +674,7 @@ def test_random_days_with_expiry_are_those_of_dictionaries(
     assert seen_states == {"free", "reborn"} and None in truth.rows
 
 
-@pytest.mark.parametrize("kind", ["int", "bytes"])
+@looped("kind", ["int", "bytes"])
 def test_a_written_vocabulary_has_the_bytes_of_a_built_one(kind: Any, tmp_path: Path) -> None:
     """Of no ids, of one, and of many."""
     rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ def interaction_inputs(samples: int, features: int, dim: int, seed: int = 13) ->
     )
 
 
-@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES + BEYOND_CACHES)
+@looped(("samples", "features", "dim"), SHAPES + BEYOND_CACHES)
 def test_interaction_against_float64_bmm(samples: int, features: int, dim: int) -> None:
     """Within rounding of the terms summed: sqrt(D) of them for the outputs, sqrt(F) for the gradients."""
     dense, pooled, grad = interaction_inputs(samples, features, dim)
@@ -83,7 +83,7 @@ def test_interaction_gradient_against_finite_steps() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("samples", "features", "dim"), SHAPES + BEYOND_CACHES[1:])
+@looped(("samples", "features", "dim"), SHAPES + BEYOND_CACHES[1:])
 def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int, dim: int) -> None:
     native = pytest.importorskip("hotrow._native")
     dense, pooled, grad = interaction_inputs(samples, features, dim)
@@ -98,20 +98,10 @@ def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int,
 
 # Samples and widths: no sample, fewer than a tile, odd tails, depths beyond one stretch (512), panels' edges (48).
 MLPS = [
-    (0, (3, 2)),
-    (1, (1, 1)),
-    (5, (13, 16, 1)),
-    (8, (48, 96, 47)),
-    (77, (13, 65, 33, 16)),
-    (130, (1030, 49, 5)),
-    (600, (31, 8, 50)),
-    (1100, (7, 20)),
-    (0, (5, 1)),
-    (3, (37, 1)),
-    (131, (9, 64, 1)),
-    (140, (6, 1, 50, 4, 1, 1, 3)),
+    (0, (3, 2)), (1, (1, 1)), (5, (13, 16, 1)), (8, (48, 96, 47)), (77, (13, 65, 33, 16)), (130, (1030, 49, 5)),
+    (600, (31, 8, 50)), (1100, (7, 20)), (0, (5, 1)), (3, (37, 1)), (131, (9, 64, 1)), (140, (6, 1, 50, 4, 1, 1, 3)),
     (517, (256, 1)),
-]
+]  # fmt: skip
 
 
 def mlp_inputs(
@@ -185,7 +175,7 @@ def float64_mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Te
 
 
 @needs_native
-@pytest.mark.parametrize(("samples", "widths"), MLPS)
+@looped(("samples", "widths"), MLPS)
 def test_mlp_does_not_depend_on_the_thread_count(samples: int, widths: tuple[int, ...]) -> None:
     for isa in ops.isas():
         results = []
@@ -197,7 +187,7 @@ def test_mlp_does_not_depend_on_the_thread_count(samples: int, widths: tuple[int
 
 
 @needs_native
-@pytest.mark.parametrize(("samples", "widths"), MLPS)
+@looped(("samples", "widths"), MLPS)
 def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...]) -> None:
     native = pytest.importorskip("hotrow._native")
     x, weights, biases, grad = mlp_inputs(samples, widths)
@@ -239,8 +229,8 @@ def test_a_row_has_the_bits_that_it_has_alone(widths: tuple[int, ...]) -> None:
                 first += rows
 
 
-@pytest.mark.parametrize("last", ["relu", "linear"])
-@pytest.mark.parametrize("members", [1, 3])
+@looped("last", ["relu", "linear"])
+@looped("members", [1, 3])
 def test_members_have_the_bits_that_each_has_alone(members: int, last: Activation) -> None:
     g = torch.Generator().manual_seed(5)
     x_MBI, grad_MBO = torch.randn(members, 33, 17, generator=g), torch.randn(members, 33, 3, generator=g)
@@ -315,7 +305,7 @@ def test_two_passes_before_a_backward_keep_apart() -> None:
         assert torch.equal(leaf.grad, expected)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("x", "weight", "bias"),
     [
         (torch.zeros(2, 3), torch.zeros(4, 2), torch.zeros(4)),

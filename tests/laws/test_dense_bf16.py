@@ -126,7 +126,7 @@ def rounded(exact: Fraction) -> float:
     return float(nearest) if abs(nearest) >= Fraction(2) ** -126 else 0.0
 
 
-@pytest.mark.parametrize("last", ["relu", "linear"])
+@looped("last", ["relu", "linear"])
 def test_reference_in_bfloat16_against_float64(last: str) -> None:
     """The chain rule in float64 on the rounded numbers, with the rounded activations: sums alone may differ."""
     x, weights, biases, grad = mlp_inputs(70, (13, 65, 33, 16))

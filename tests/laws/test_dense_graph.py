@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import BASE, VARIANTS, outcome, signal_at
+from test_resume import BASE, VARIANTS, config, outcome, signal_at
 from torch import Tensor, nn
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.dlrm import DLRM
 from hotrow.run import build, runs
@@ -67,10 +66,6 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
     return make_dataset(tmp_path_factory.mktemp("graph") / "data").path
 
 
-def config(data: Path, run: Path, *changes: str) -> Any:
-    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run)}, changes))
-
-
 @pytest.mark.slow_but("early stopping")
 @pytest.mark.parametrize("kind", ["sgd", "adam, row-wise adagrad", "clipped", "early stopping"])
 def test_a_run_its_odd_batches_and_its_resumption(
@@ -80,8 +75,8 @@ def test_a_run_its_odd_batches_and_its_resumption(
     changes = VARIANTS[kind]
     with monkeypatch.context() as patch:
         patch.setattr(DenseGraph, "of", lambda model, dense: None)
-        truth = outcome(runs.train(config(data, tmp_path / "plain", *changes), quiet=True))
-    run = runs.train(config(data, tmp_path / "graph", *changes), quiet=True)
+        truth = outcome(runs.train(config(data, tmp_path / "plain", changes), quiet=True))
+    run = runs.train(config(data, tmp_path / "graph", changes), quiet=True)
     num_rows, size = PackedDataset.open(data).split("train").num_rows, BASE["train"]["batch_size"]
     num_odd = run.record.steps // -(-num_rows // size)
     assert outcome(run) == truth
@@ -91,7 +86,7 @@ def test_a_run_its_odd_batches_and_its_resumption(
     )
     with monkeypatch.context() as patch:
         signal_at(patch, 5, signal.SIGTERM)
-        stopped = runs.train(config(data, tmp_path / "stopped", *changes), quiet=True)
+        stopped = runs.train(config(data, tmp_path / "stopped", changes), quiet=True)
     assert stopped.record.steps == 5
     assert outcome(runs.resume(stopped.path, quiet=True)) == truth
     assert recorder.captures == 3
@@ -104,9 +99,9 @@ def test_a_capture_that_fails_is_said_and_changes_nothing(
         work()
         raise RuntimeError("operation not permitted\nmore")
 
-    plain = runs.train(config(data, tmp_path / "plain", "train.max_steps=5"), quiet=True)
+    plain = runs.train(config(data, tmp_path / "plain", ["train.max_steps=5"]), quiet=True)
     monkeypatch.setattr(DenseGraph, "of", lambda model, dense: DenseGraph(model, CPU, refuses))
-    run = runs.train(config(data, tmp_path / "run", "train.max_steps=5"), quiet=True)
+    run = runs.train(config(data, tmp_path / "run", ["train.max_steps=5"]), quiet=True)
     assert outcome(run) == outcome(plain)
     told = run.record.warnings["dense_not_in_a_graph"]
     assert told["count"] == 1 and "operation not permitted" in told["text"] and "more" not in told["text"]

@@ -51,6 +51,7 @@ from hotrow.models import MODELS
 from hotrow.objectives import OBJECTIVES
 from hotrow.run import runs
 from hotrow.run.checkpoint_files import read_manifest
+from loops import looped
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 TOLERANCE = 1e-5
@@ -374,9 +375,9 @@ def test_histories_of_tbsm(tmp_path: Path) -> None:
     check(run, new, columns, tmp_path / "out")
 
 
-@pytest.mark.parametrize("labels", [["a"], ["a", "b", "c"]])
-@pytest.mark.parametrize("num_dense", [0, 3])
-@pytest.mark.parametrize("name", MODELS)
+@looped("labels", [["a"], ["a", "b", "c"]])
+@looped("num_dense", [0, 3])
+@looped("name", MODELS)
 def test_the_exported_file_of_every_model_computes_the_same(
     name: str, num_dense: int, labels: list[str], tmp_path: Path
 ) -> None:
@@ -553,7 +554,7 @@ def test_too_little_room_is_said_before(run: hotrow.Run, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", ["cut", "alter", "remove"])
+@looped("change", ["cut", "alter", "remove"])
 def test_damage_is_found(run: hotrow.Run, tmp_path: Path, change: str) -> None:
     described = run.export(tmp_path / "out")
     assert tools.check(tmp_path / "out")["ok"]

@@ -28,6 +28,7 @@ from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import RandomPlan
 from hotrow.export.rows import FORMATS, StoredLookups, StoredRows, stored
 from hotrow.export.score import looked_up
+from loops import looped
 from resealed import reseal
 
 finite = st.floats(allow_nan=False, allow_infinity=False, width=32, min_value=-(2.0**100), max_value=2.0**100)
@@ -53,7 +54,7 @@ def check_bytes(rows: torch.Tensor) -> None:
         assert float((own - row).abs().max()) <= step / 2 * (1 + 1e-6) + rounding
 
 
-@pytest.mark.parametrize("dim", [1, 3, 16, 130])
+@looped("dim", [1, 3, 16, 130])
 def test_a_number_comes_back_within_half_a_step(dim: int) -> None:
     rows = rows_of(200, dim, dim)
     check_bytes(rows)
@@ -84,8 +85,8 @@ def test_bf16_is_the_nearest_number_of_16_bits() -> None:
     assert torch.equal(looked_up(stored(exact, "bf16")), exact), "what was trained in 16 bits stays as it is"
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38])
+@looped("form", ["bf16", "int8"])
+@looped("value", [np.nan, np.inf, -np.inf, 3.4e38])
 def test_what_cannot_be_stored_is_named(form: Any, value: float) -> None:
     weights = np.ones((12, 3), np.float32)
     weights[7] = value, -value, 0
@@ -144,7 +145,7 @@ def test_the_files_hold_what_they_say(run: hotrow.Run, tmp_path: Path) -> None:
             assert size == 4096 + len(whole) * (6 + (8 if form == "int8" else 0)) * number
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8"])
+@looped("form", ["bf16", "int8"])
 def test_lookups_are_those_of_stored_rows(form: Any) -> None:
     """Sums and means of lists, empty ones among them, and rows as they are."""
     tables = [
@@ -190,7 +191,7 @@ def test_rows_to_judge_by_that_are_gone_are_a_warning(logs: Path, tmp_path: Path
         assert run.export(tmp_path / "out", rows="int8")["row_cost"] is None
 
 
-@pytest.mark.parametrize("form", ["int4", ["int8"], None, "bf16"])
+@looped("form", ["int4", ["int8"], None, "bf16"])
 def test_a_forged_format_is_refused(run: hotrow.Run, tmp_path: Path, form: Any) -> None:
     """By its name, or because the file holds another tensor."""
     run.export(tmp_path / "out", rows="int8")

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import mutate
 from hotrow.kernels.ops import backend
 from hotrow.run.checkpoint_files import crc32, read_manifest
 from hotrow.run.folder import RunFolder
+from loops import looped
 from mutate_sealed import PREPARE, faults_of_case, make_artifacts, newest
 from resealed import reseal
 
@@ -212,7 +212,7 @@ def twice(ids: Any) -> None:
     ids[1] = ids[0]
 
 
-@pytest.mark.parametrize("change", [two_swapped, negative, too_large, twice])
+@looped("change", [two_swapped, negative, too_large, twice])
 def test_row_ids_that_do_not_rise_are_refused_by_every_verb(made: Path, change: Callable[[Any], None]) -> None:
     """Export wrote wrong weights from them, and check called them whole. All checksums are right."""
     file = next(path for path in links_of(made) if len(load_file(path)["rows"]) > 1)
@@ -269,10 +269,9 @@ def test_check_reads_every_file_that_is_read_back(made: Path) -> None:
 
 
 def test_a_run_sealed_again_after_a_change_is_refused_or_read_alike(made: Path) -> None:
-    """As `python tests/mutate_sealed.py` does for many more."""
-    assert [fault for number in range(4) for fault in faults_of_case(7, number, Counter())] == []
+    assert [fault for number in range(4) for fault in faults_of_case(7, number)] == []
 
 
 @pytest.mark.slow
 def test_many_more_runs_sealed_again_are_refused_or_read_alike(made: Path) -> None:
-    assert [fault for number in range(500) for fault in faults_of_case(1, number, Counter())] == []
+    assert [fault for number in range(500) for fault in faults_of_case(1, number)] == []

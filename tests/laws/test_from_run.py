@@ -33,6 +33,7 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.start import Start
 from hotrow.setup.demand import tables_of
 from hotrow.setup.setup import check_freeze
+from loops import looped
 from packed_data import OF_TOY_ROWS
 from rank_pool import RankPool
 from resealed import reseal
@@ -548,7 +549,7 @@ def test_ranks_begin_the_rows_of_expired_ids_with_the_same_bits(
     assert two.record.parent is not None and min(two.record.parent.rows_reborn.values()) > 5
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "error"),
     [
         (["from_run=PARENT/nowhere"], r"nowhere is not a run"),

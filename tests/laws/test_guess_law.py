@@ -64,13 +64,9 @@ def as_frame(table: pa.Table, folder: Path) -> pa.Table:
 
 
 KINDS: dict[str, Callable[[pa.Table, Path], Any]] = {
-    "csv": as_csv,
-    "quoted csv": as_quoted_csv,
-    "jsonl": as_json,
-    "parquet": as_parquet,
-    "files": as_files,
+    "csv": as_csv, "quoted csv": as_quoted_csv, "jsonl": as_json, "parquet": as_parquet, "files": as_files,
     "frame": as_frame,
-}
+}  # fmt: skip
 
 
 def held_out(table: pa.Table, split: SplitSpec, rows: int = ROWS) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -118,7 +114,7 @@ def check(guessed: Callable[[np.ndarray[Any, Any]], Schema], held: np.ndarray[An
     assert guessed(~held) != nothing, "labels of training rows decide"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@looped("kind", KINDS)
 def test_a_table_may_begin_with_its_newest_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample_less(monkeypatch)
     backwards = np.arange(ROWS)[::-1]

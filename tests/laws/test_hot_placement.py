@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_resume import BASE, outcome, signal_at
+from test_resume import config, outcome, signal_at
 
 import hotrow
 from at_step import raise_at
 from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.hot.hot_set import HotRows, HotSet
@@ -31,6 +30,7 @@ from hotrow.placement import copies as copies_module
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.setup import setup
+from loops import looped
 from sampled import sampled
 
 OPTIMIZERS = {  # and the bytes of a row with its states
@@ -57,8 +57,7 @@ def data(
 
 
 def trained(data: Path, run: Path, *changes: str) -> RunFolder:
-    raw = apply_overrides({**BASE, "data": str(data), "run": str(run)}, [*TURNS, *changes])
-    return runs.train(make_config(raw), quiet=True)
+    return runs.train(config(data, run, [*TURNS, *changes]), quiet=True)
 
 
 @pytest.fixture
@@ -440,7 +439,7 @@ def test_saved_and_stopped_while_rows_cross(
     assert in_dram and {*gate.passed} == {"read", "write"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@looped("seed", range(4))
 def test_rows_that_changed_are_those_that_were_noted(seed: int) -> None:
     """Against a set. All are to cross if more than a share changed, and not long before."""
     generator, num_slots = np.random.default_rng(seed), 1000

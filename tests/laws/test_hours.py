@@ -26,6 +26,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import _lines_of_parts
+from loops import looped
 from resealed import reseal
 
 MIDNIGHT = 1_699_920_000
@@ -44,8 +45,8 @@ def truth(seconds: Sequence[int], most: int = 50) -> list[tuple[int, int]]:
     return []
 
 
-@pytest.mark.parametrize("per_s", [1, 1000, 1_000_000])
-@pytest.mark.parametrize("span", [HOUR - 1, 5 * HOUR, 11 * DAY, 90 * DAY])
+@looped("per_s", [1, 1000, 1_000_000])
+@looped("span", [HOUR - 1, 5 * HOUR, 11 * DAY, 90 * DAY])
 def test_hours_are_those_of_a_dictionary(monkeypatch: pytest.MonkeyPatch, per_s: int, span: int) -> None:
     """However rows are cut into chunks; times before 1970 too."""
     monkeypatch.setattr(fit, "MAX_HOURS", 30)
@@ -92,7 +93,7 @@ def prepared(folder: Path, times: Sequence[Any], **options: Any) -> PackedDatase
     return run_prepare("csv", folder / "rows.csv", folder / "data", schema=folder / "schema.yaml")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@looped("form", FORMS)
 def test_prepare_keeps_the_hours_of_training_rows(tmp_path: Path, form: str) -> None:
     """Some hours have no row, and the last rows are of other splits. Times may be of another zone."""
     step = 2000 if form == "date" else 150
@@ -249,8 +250,8 @@ def test_each_hour_of_new_rows_is_scored(days: tuple[str, list[Path], pa.Table],
     assert 0 < total == sum(own["unknown_to_base"] for own in tables.values())  # type: ignore[union-attr,index,call-overload]
 
 
-@pytest.mark.parametrize("number", [1, 10])
-@pytest.mark.parametrize("is_timed", [False, True])
+@looped("number", [1, 10])
+@looped("is_timed", [False, True])
 def test_a_line_for_each_part(number: int, *, is_timed: bool) -> None:
     begins, tenths = [MIDNIGHT + k * HOUR for k in range(number)], [*range(1, number + 1)]
     columns: dict[str, list[Any]] = {"begins_s": begins} if is_timed else {"tenth": tenths}

@@ -174,7 +174,7 @@ def make_large_case(*, crowded: bool = False, dtype: Dtype = "float32") -> Case:
 
 
 @needs_native
-@pytest.mark.parametrize(
+@looped(
     ("case", "crowded"),
     sampled(
         [*((a, "float32") for a in ALGORITHMS), ("sgd", "float16"), ("sgd", "bfloat16")], [False, True], pairs=False
@@ -211,13 +211,9 @@ def make_unlike_tables(seed: int) -> Case:
     """Tables that differ in everything a table may: rows, dim, storage, pooling, and how many features share them."""
     g = torch.Generator().manual_seed(seed)
     unlike = (
-        ("sum", "float32", 40, 16, 1),
-        ("mean", "float16", 9, 33, 2),
-        ("sum", "bfloat16", 300, 1, 1),
-        ("mean", "float32", 1, 64, 1),
-        ("sum", "float16", 25, 8, 3),
-        ("mean", "bfloat16", 7, 100, 2),
-    )
+        ("sum", "float32", 40, 16, 1), ("mean", "float16", 9, 33, 2), ("sum", "bfloat16", 300, 1, 1),
+        ("mean", "float32", 1, 64, 1), ("sum", "float16", 25, 8, 3), ("mean", "bfloat16", 7, 100, 2),
+    )  # fmt: skip
     configs, weights, low, values, lengths, names = [], [], [], [], [], []
     for t, (pooling, dtype, num_rows, dim, num_features) in enumerate(unlike):
         own = tuple(f"{t}.{f}" for f in range(num_features))
@@ -250,7 +246,7 @@ def make_unlike_tables(seed: int) -> Case:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@looped("algorithm", ALGORITHMS)
 def test_tables_of_every_kind_side_by_side(algorithm: Algorithm) -> None:
     """One call serves tables that differ in storage, width and pooling: none may be read as its neighbour is."""
     case = make_unlike_tables(11)
@@ -304,7 +300,7 @@ def test_signed_zeros_and_infinities() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ["sgd", "adagrad", "row_wise_adagrad"])
+@looped("algorithm", ["sgd", "adagrad", "row_wise_adagrad"])
 def test_rows_beyond_32_bits(algorithm: str) -> None:
     """Only the pages that are touched take memory, so a table of 16 GiB costs next to nothing."""
     num_rows = 2**32 + 2
@@ -355,7 +351,7 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, a
 
 
 @needs_native
-@pytest.mark.parametrize("bad", ["negative", "past the end", "past the next"])
+@looped("bad", ["negative", "past the end", "past the next"])
 def test_altered_offsets_are_refused(bad: str) -> None:
     """Memory safety does not rest on the batch's constructor: its tensors can be changed afterwards."""
     case = make_case(10, dim=4)
@@ -380,7 +376,7 @@ PHILOX_KNOWN_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_KNOWN_ANSWERS)
+@looped(("counter", "key", "expected"), PHILOX_KNOWN_ANSWERS)
 def test_philox_against_random123(counter: str, key: str, expected: str) -> None:
     words = [int(word, 16) for word in counter.split()]
     low, high = (int(word, 16) for word in key.split())

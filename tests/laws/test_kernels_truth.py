@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from kernel_cases import DIMS, Case, make_case, rules
 from torch import Tensor, nn
@@ -82,8 +81,8 @@ def float64_step(rule: Rule, g: Tensor, w: Tensor, *states: Tensor) -> Tensor:
     return torch.where(z.abs() <= rule.l1, 0.0, -(z - z.sign() * rule.l1) / rate)
 
 
-@pytest.mark.parametrize("algorithm", ["sgd", "adagrad"])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@looped("algorithm", ["sgd", "adagrad"])
+@looped("mode", ["sum", "mean"])
 def test_against_torch_embedding_bag(mode: str, algorithm: str) -> None:
     """Five steps beside torch.nn.EmbeddingBag(sparse=True) with torch.optim."""
     weight = make_case(12, dim=24).weights[0]

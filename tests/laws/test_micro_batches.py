@@ -20,21 +20,23 @@ import numpy as np
 import pytest
 import torch
 from test_resume import BASE, outcome, signal_at
+from test_resume import config as config_of
+from test_resume import tiers as tiers_of
 from test_tbsm_law import BASE as TBSM
 from test_tbsm_law import prepared
 from torch import Tensor
 
 from hot_rig import copies_in_dram
 from hotrow.batch import Batch
-from hotrow.config.load import apply_overrides, make_config, parse_yaml
+from hotrow.config.load import parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops, tree
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
-from hotrow.setup import memory as choose
 from hotrow.setup import setup
+from loops import looped
 from sampled import sampled
 
 f32 = np.float32
@@ -220,13 +222,10 @@ class Data:
         )
 
     def config(self, run: Path, changes: list[str], memory: Any = "dram", base: dict[str, Any] = BASE) -> Config:
-        raw = {**base, "optimizer": {}, "data": str(self.path), "run": str(run), "memory": memory}
-        return make_config(apply_overrides(raw, changes))
+        return config_of(self.path, run, changes, memory, {**base, "optimizer": {}})
 
     def tiers(self, changes: list[str], base: dict[str, Any] = BASE) -> dict[str, Any]:
-        """A config's `memory` that keeps about half of the rows in DRAM."""
-        plain = self.config(Path("run"), changes, base=base)
-        return {"dram": int(0.6 * choose.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(self.path))))}
+        return tiers_of(self.path, changes, {**base, "optimizer": {}})
 
     def parts(self, config: Config) -> trainer.Parts:
         assert config.run is not None
@@ -286,7 +285,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "num_parts"), sampled(OPTIMIZERS, [2, 3, 4, 8], pairs=False))
+@looped(("optimizer", "num_parts"), sampled(OPTIMIZERS, [2, 3, 4, 8], pairs=False))
 def test_steps_are_those_of_plain_loops(data: Data, tmp_path: Path, optimizer: str, num_parts: int) -> None:
     check_steps(data, tmp_path, OPTIMIZERS[optimizer], num_parts)
 
@@ -349,8 +348,7 @@ RUNS = {
 
 
 def config(data: Data, run: Path, changes: list[str], memory: Any = "dram") -> Config:
-    raw = {**BASE, "data": str(data.path), "run": str(run), "memory": memory}
-    return make_config(apply_overrides(raw, changes))
+    return config_of(data.path, run, changes, memory)
 
 
 @pytest.mark.slow_but("window")

@@ -140,12 +140,9 @@ def prepared(path: Path, labels: Sequence[str]) -> Path:
     other |= {name: rng.integers(0, 2, n) for name in labels[1:]}
     listed = [{"column": name, "kind": "sequence", "table": name.removesuffix("_history")} for name in lists]
     schema = {
-        "label": list(labels),
-        "weight": "weight",
-        "time": "time",
-        "dense": list(dense),
+        "label": list(labels), "weight": "weight", "time": "time", "dense": list(dense),
         "categorical": [*ids, *listed],
-    }
+    }  # fmt: skip
     table = pa.table({**ids, **dense, **other, **{name: pa.array(own) for name, own in lists.items()}})
     return run_prepare("frame", table, path, schema=parse_schema(schema, where="test")).path
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import BASE, VARIANTS, outcome, signal_at
+from test_resume import VARIANTS, config, outcome, signal_at, tiers
 
 import hotrow
 from expanded import expanded
 from forked import run_forked
 from hotrow.base.machine import lacks_bfloat16_products
-from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
@@ -49,17 +48,6 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 @pytest.fixture(scope="module")
 def uncounted(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
     return make_dataset(tmp_path_factory.mktemp("placement") / "data", table_rows=(600, 20, 1400)).path
-
-
-def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> Any:
-    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run), "memory": memory}, changes))
-
-
-def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
-    """A config's `memory` that keeps about half of the rows in DRAM."""
-    plain = config(data, Path("run"), changes)
-    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
-    return {"dram": int(0.6 * needed), **options}
 
 
 def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:

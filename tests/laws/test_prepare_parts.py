@@ -25,6 +25,7 @@ from hotrow.data.prepare.pipeline import Options, begin
 from hotrow.data.prepare.pipeline import prepare as prepare_in_one
 from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, parse_schema
+from loops import looped
 from prepare_data import SCHEMA, file_hashes, make_rows, write_parquet
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prepare_ray.py"
@@ -99,7 +100,7 @@ def schema_of(value: dict[str, Any]) -> Schema:
     return parse_schema({name: part for name, part in value.items() if part is not None}, where="tests")
 
 
-@pytest.mark.parametrize("kind", ["criteo", "parquet", "timed", "timed, random", "untimed"])
+@looped("kind", ["criteo", "parquet", "timed", "timed, random", "untimed"])
 def test_many_processes_write_what_one_writes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened(kind, tmp_path)
     dataset = prepare_in_one(source, tmp_path / "one", Options(**SIZES))

@@ -27,6 +27,8 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
+from hotrow.setup import memory as placement
+from hotrow.setup import setup
 from packed_data import OF_TOY_ROWS
 from sampled import sampled
 
@@ -62,8 +64,16 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
     return make_dataset(tmp_path_factory.mktemp("resume") / "data").path
 
 
-def config(data: Path, run: Path, changes: list[str]) -> Any:
-    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run)}, changes))
+def config(data: Path, run: Path, changes: list[str], memory: Any = "dram", base: dict[str, Any] = BASE) -> Any:
+    raw = {**base, "data": str(data), "run": str(run), "memory": memory}
+    return make_config(apply_overrides(raw, changes))
+
+
+def tiers(data: Path, changes: list[str], base: dict[str, Any] = BASE, **options: Any) -> dict[str, Any]:
+    """A config's `memory` that keeps about half of the rows in DRAM."""
+    plain = config(data, Path("run"), changes, base=base)
+    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
+    return {"dram": int(0.6 * needed), **options}
 
 
 def outcome(run: RunFolder) -> dict[str, Any]:
@@ -101,11 +111,7 @@ STOPS = {6: signal.SIGINT, 14: signal.SIGUSR1, -1: signal.SIGTERM}
 
 
 @pytest.mark.slow_but(
-    "sgd-14",
-    "adam, row-wise adagrad--1",
-    "stored order--1",
-    "float16 tables--1",
-    "split weights, bfloat16 layers-14",
+    "sgd-14", "adam, row-wise adagrad--1", "stored order--1", "float16 tables--1", "split weights, bfloat16 layers-14"
 )
 @pytest.mark.parametrize(("variant", "stop"), sampled(VARIANTS, STOPS, pairs=False))
 def test_interrupted_at_any_step(

@@ -97,7 +97,7 @@ def test_sums_against_plain_loops(dim: int, pooling: str, weighted: bool) -> Non
         check(case.layout, cut(case, tree.starts(13, 4)), case.weights, (0, 4), (jagged, id_dtype))
 
 
-@pytest.mark.parametrize(("starts", "leaves"), [
+@looped(("starts", "leaves"), [
     ([0, 13], (0, 1)),
     ([0, 4, 8, 13], (0, 3)),
     ([0, 4, 8, 13], (0, 4)),
@@ -112,7 +112,7 @@ def test_nodes_of_any_range(starts: list[int], leaves: tuple[int, int]) -> None:
     check(case.layout, cut(case, starts), case.weights, leaves, (starts, leaves))
 
 
-@pytest.mark.parametrize("num_samples", [0, 1, 3])
+@looped("num_samples", [0, 1, 3])
 def test_fewer_samples_than_parts(num_samples: int) -> None:
     case = make_case(5, dim=8, num_samples=num_samples)
     check(case.layout, cut(case, tree.starts(num_samples, 8)), case.weights, (0, 8), num_samples)
@@ -144,7 +144,7 @@ def test_work_cut_into_many_tasks() -> None:
         assert_same_sums(found, truth, where)
 
 
-@pytest.mark.parametrize("cuts", [(0, 3, 8), (0, 2, 4, 8), (0, 1, 2, 5, 6, 8), (0, 0, 7, 8)])
+@looped("cuts", [(0, 3, 8), (0, 2, 4, 8), (0, 1, 2, 5, 6, 8), (0, 0, 7, 8)])
 def test_nodes_of_several_ranks_give_the_sums_of_one(cuts: tuple[int, ...]) -> None:
     case = make_case(8, dim=7, num_samples=40, num_batches=2)
     starts = tree.starts(40, 8)
@@ -219,7 +219,7 @@ def test_update(dim: int, algorithm: Algorithm, dtype: Dtype) -> None:
         check_update(case, [0, 2, 2, 5, 9, 13], algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["sgd", "row_wise_adagrad"])
+@looped("algorithm", ["sgd", "row_wise_adagrad"])
 def test_update_of_many_rows(algorithm: Algorithm) -> None:
     """More rows than are summed at once before they are applied."""
     check_update(make_case(11, dim=128, num_samples=900, num_rows=2000, crowded=True), [0, 300, 600, 900], algorithm)

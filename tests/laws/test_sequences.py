@@ -34,7 +34,7 @@ def make_ids(seed: int, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(("user", "clicked", "shown"), ids, lengths=lengths)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@looped("dtype", [torch.int32, torch.int64])
 def test_rows_are_plain_indexing(dtype: torch.dtype) -> None:
     emb, sparse = make_collection(), make_ids(1, dtype)
     found = emb.sequence(sparse)
@@ -68,12 +68,9 @@ def test_update_of_pooled_and_sequences_together(algorithm: Algorithm, dtype: Dt
 
     first, second = case.batches
     lookups = [
+        sequence(first), (case.layout, first, case.grads[0]), sequence(second), (case.layout, second, case.grads[1]),
         sequence(first),
-        (case.layout, first, case.grads[0]),
-        sequence(second),
-        (case.layout, second, case.grads[1]),
-        sequence(first),
-    ]
+    ]  # fmt: skip
     expected, expected_low = clones(case.weights), clones(case.low)
     expected_states = case.states(algorithm)
     reference.update(case.layout, expected, expected_states, lookups, rules(algorithm), low=expected_low)
@@ -88,7 +85,7 @@ def test_update_of_pooled_and_sequences_together(algorithm: Algorithm, dtype: Dt
                 assert_same_bits(ours, theirs, (algorithm, where))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "row_wise_adagrad"])
+@looped("optimizer", ["sgd", "row_wise_adagrad"])
 def test_steps_against_autograd_on_plain_tensors(optimizer: str) -> None:
     """Attention-like use: a sequence weighted by its own pooled sum; two forwards and one step, thrice."""
     emb = make_collection()

@@ -777,10 +777,7 @@ with tempfile.TemporaryDirectory() as name:
 """
 
 
-@pytest.mark.slow_but(
-    "out-700-/out-chmod",
-    "out/tables/user.safetensors-600-/out/tables/user.safetensors-chmod",
-)
+@pytest.mark.slow_but("out-700-/out-chmod", "out/tables/user.safetensors-600-/out/tables/user.safetensors-chmod")
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become another user, who may not read what root made")
 @pytest.mark.parametrize(
     ("change", "mode", "named", "cure"),

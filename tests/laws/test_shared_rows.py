@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotrow.kernels import ops, reference, types
 from hotrow.kernels.types import TAKEN, ComingSums, FlatSums, Numbers, Pieces, RowSums, Shares
+from loops import looped
 
 NUM_ROWS = (700, 1, 40, 3000, 12)
 PREFIX = (0, 1, 7, 100, 0)
@@ -74,7 +75,7 @@ def test_distinct_rows_by_who_holds_them(rank: int, num_ranks: int, dtype: torch
         assert done == len(found.places)
 
 
-@pytest.mark.parametrize("bad", [-1, 40, 1 << 40])
+@looped("bad", [-1, 40, 1 << 40])
 def test_ids_outside_their_table(bad: int) -> None:
     values = torch.tensor([1, 2, bad, 3])
     for where, distinct_rows in every_way():
@@ -96,8 +97,8 @@ def sums_of(counts: list[int], seed: int) -> tuple[FlatSums, list[Numbers]]:
     return FlatSums.of([RowSums(torch.from_numpy(own), g) for own, g in zip(slots, sums, strict=True)]), slots
 
 
-@pytest.mark.parametrize("only_rows", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@looped("only_rows", [False, True])
+@looped("num_ranks", [1, 2, 3])
 def test_sums_travel_to_the_homes_of_their_rows(num_ranks: int, only_rows: bool) -> None:
     """Two nodes of sums; each row's key and sum come to the rank that dictionaries say, and come out table by table.
     Then the same of rows below their table's prefix, and of the others."""

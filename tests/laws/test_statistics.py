@@ -31,6 +31,7 @@ from hotrow.data.prepare.statistics import NUM_FOLDS
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import FOLD_SALT, RandomPlan, uniform_of
+from loops import looped
 from prepare_data import SCHEMA as SCHEMA_OF_EVERY_KIND
 from prepare_data import file_hashes, make_rows, write_parquet
 
@@ -170,7 +171,7 @@ def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("split", ["time", "random"])
+@looped("split", ["time", "random"])
 def test_against_dictionaries(split: str, tmp_path: Path) -> None:
     rows = some_rows(700)
     dataset = prepared(rows, tmp_path, split=split)
@@ -211,7 +212,7 @@ def test_no_training_row_knows_its_own_label_or_a_later_row(
         np.testing.assert_array_equal(after[own], before[own])
 
 
-@pytest.mark.parametrize("split", ["time", "random"])
+@looped("split", ["time", "random"])
 def test_rows_to_score_have_the_bits_of_the_test_split(split: str, tmp_path: Path) -> None:
     rows = some_rows(500)
     dataset = prepared(rows, tmp_path, split=split)
@@ -222,7 +223,7 @@ def test_rows_to_score_have_the_bits_of_the_test_split(split: str, tmp_path: Pat
     np.testing.assert_array_equal(batch.dense.numpy(), np.stack(wanted.dense, 1))
 
 
-@pytest.mark.parametrize("options", [{"rows_per_chunk": 7}, {"threads": 1}, {"rows_per_chunk": 200}])
+@looped("options", [{"rows_per_chunk": 7}, {"threads": 1}, {"rows_per_chunk": 200}])
 def test_chunks_and_threads_change_no_byte(options: dict[str, int], tmp_path: Path) -> None:
     rows = some_rows(600)
     one, other = (prepared(rows, tmp_path / name, split="random", **own) for name, own in (("a", {}), ("b", options)))
@@ -276,7 +277,7 @@ def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytes
 SMALL: dict[str, Any] = {"rows_per_chunk": 50, "rows_per_part": 128, "rows_per_block": 64}
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 20_000])
+@looped("memory_bytes", [None, 20_000])
 def test_rows_in_any_order_give_the_dataset_of_rows_in_time_order(
     memory_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,7 +414,7 @@ def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pyt
         prepared(rows, tmp_path, split="time")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "named"),
     [
         ({"statistics": ["price2"]}, "price2"),
@@ -496,7 +497,7 @@ def codes_by_time(rows: Rows) -> list[int]:
     return [0 if row < first else 1 if row < second else 2 for row in range(len(times))]
 
 
-@pytest.mark.parametrize("kind", [pa.timestamp("ms"), pa.timestamp("ns", "Asia/Kolkata"), pa.float64(), pa.string()])
+@looped("kind", [pa.timestamp("ms"), pa.timestamp("ns", "Asia/Kolkata"), pa.float64(), pa.string()])
 def test_a_lag_is_in_the_unit_of_the_times(kind: pa.DataType, tmp_path: Path) -> None:
     rows = with_times(some_rows(300))
     wanted = lagged(rows, tmp_path / "seconds", "random", "10m")
@@ -575,7 +576,7 @@ def test_rows_that_wait_are_counted_in_pieces(tmp_path: Path) -> None:
     assert peak_bytes(num_chunks) < 2 * peak_bytes(1)
 
 
-@pytest.mark.parametrize("form", [None, float, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
+@looped("form", [None, float, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
 def test_a_lag_needs_times_with_a_unit(form: str | type[float] | None, tmp_path: Path) -> None:
     rows = some_rows(100)
     if form is float:

@@ -53,7 +53,7 @@ def step(weight: Tensor, low: Tensor | None, grad: Tensor, lr: float) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("n", [0, 1, 3 * 2**15 + 5])
+@looped("n", [0, 1, 3 * 2**15 + 5])
 def test_halves_of_dense_weights_equal_the_reference(n: int) -> None:
     """In place, at any thread count: every pattern of bits is split and joined, and no word beyond is written."""
     whole = floats()[:n]
@@ -71,8 +71,8 @@ def test_halves_of_dense_weights_equal_the_reference(n: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("n", [0, 1, 3 * 2**15 + 5])
+@looped("weight_decay", [0.0, 0.1])
+@looped("n", [0, 1, 3 * 2**15 + 5])
 def test_split_sgd_equals_the_reference_and_rounds_every_operation(n: int, weight_decay: float) -> None:
     """In place, at any thread count, and equal to numpy's step of the whole weights; a NaN may have another payload."""
     whole, grad = floats()[:n], floats().flip(0)[:n].contiguous()
@@ -117,7 +117,7 @@ def test_reference_split_is_lossless_and_truncates() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dim", DIMS)
+@looped("dim", DIMS)
 def test_every_float16_is_widened_as_by_numpy(dim: int) -> None:
     """A bag of one row is +0 + row: -0 becomes +0, all else stays."""
     table = rows_of(HALVES, dim).view(torch.float16)
@@ -131,7 +131,7 @@ def test_every_float16_is_widened_as_by_numpy(dim: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dim", DIMS)
+@looped("dim", DIMS)
 def test_lookups_of_split_weights_read_the_upper_halves(dim: int) -> None:
     x = rows_of(floats(), dim)
     high, low = split(x)
@@ -143,7 +143,7 @@ def test_lookups_of_split_weights_read_the_upper_halves(dim: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dim", DIMS)
+@looped("dim", DIMS)
 def test_rounding_of_updates_against_torch(dim: int) -> None:
     """-0 - (-1) * x is x: what an update writes is x rounded, NaN included."""
     x = rows_of(floats(), dim)
@@ -156,7 +156,7 @@ def test_rounding_of_updates_against_torch(dim: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dim", DIMS)
+@looped("dim", DIMS)
 def test_updates_by_nothing_change_nothing(dim: int) -> None:
     """Every float16 (NaN becomes quiet) and any split float32 comes back from a step of 0."""
     halves = rows_of(HALVES, dim).view(torch.float16)
@@ -203,7 +203,7 @@ SMALL = 2.0**-12  # a quarter of the distance from 1 to the next float16
 ALL_KEPT = 1 + 1000 * SMALL
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", ALL_KEPT), ("bfloat16", ALL_KEPT), ("float16", 1.0)])
+@looped(("dtype", "expected"), [("float32", ALL_KEPT), ("bfloat16", ALL_KEPT), ("float16", 1.0)])
 def test_small_updates_are_lost_in_float16_alone(dtype: Dtype, expected: float) -> None:
     (weight,), (low,) = stored([torch.ones(2, 4)], dtype)
     for _ in range(1000):
@@ -211,7 +211,7 @@ def test_small_updates_are_lost_in_float16_alone(dtype: Dtype, expected: float) 
     assert (widen(weight, low) == expected).all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@looped("num_threads", [1, 2])
 def test_float16_rounds_once_per_batch(num_threads: int) -> None:
     """The same thousand updates of 1, in one batch: applied in float32, 1.244140625, then rounded."""
     weight = torch.ones(2, 4, dtype=torch.float16)

@@ -198,7 +198,7 @@ def test_any_schedule_of_several_tables_on_one_engine(
     run_schedule(tmp_path, medium, seed, tuple(sizes), num_steps=80, depth=depth)
 
 
-@pytest.mark.parametrize(("medium", "record_bytes"), sampled(MEDIA, [4, 100, 512], pairs=False))
+@looped(("medium", "record_bytes"), sampled(MEDIA, [4, 100, 512], pairs=False))
 def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: int) -> None:
     """Each thread owns every fourth row, so that all meet in every sector; none may lose another's bytes."""
     num_threads, num_rows, errors = 4, 1200, []
@@ -228,7 +228,7 @@ def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: i
     assert errors == []
 
 
-@pytest.mark.parametrize("io", ["threads", "io_uring"])
+@looped("io", ["threads", "io_uring"])
 def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None:
     rows = TableRows(table="t", record_bytes=512, num_rows=5000)
     value, found = torch.arange(5000 * 128).view(5000, 128).float(), torch.zeros(5000, 128)
@@ -243,7 +243,7 @@ def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None
         assert store.counters()["served_from_queue"] > 1000
 
 
-@pytest.mark.parametrize("num_threads", [1, 8])
+@looped("num_threads", [1, 8])
 def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads: int) -> None:
     """Holes take the processor alone, and the engine's thread reads them too; written rows are the pool's."""
     num_rows, words, g = 1 << 18, 128, np.random.default_rng(3)
@@ -264,7 +264,7 @@ def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads
             np.testing.assert_array_equal(array[: len(read)], np.repeat(truth[read, None], words, 1))
 
 
-@pytest.mark.parametrize("io", ["threads", "io_uring"])
+@looped("io", ["threads", "io_uring"])
 def test_what_ios_are_merged(tmp_path: Path, io: str) -> None:
     """Reads by page; writes of neighbouring units; a sector that is whole is not read first."""
 

@@ -10,12 +10,12 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
+import test_resume
 from test_resume import outcome, signal_at
 
 import hotrow
 from benchmarks import histories
 from hot_rig import copies_in_dram
-from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import load_schema
@@ -73,15 +73,8 @@ def prepared(path: Path, *, num_events: int) -> Path:
     return histories.prepare(events, path, length=6).path
 
 
-def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> Any:
-    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run), "memory": memory}, changes))
-
-
-def tiers(data: Path, changes: list[str], **options: Any) -> dict[str, Any]:
-    """A config's `memory` that keeps about half of the rows in DRAM."""
-    plain = config(data, Path("run"), changes)
-    needed = placement.required_bytes(plain, setup.tables_of(plain, PackedDataset.open(data)))
-    return {"dram": int(0.6 * needed), **options}
+config = functools.partial(test_resume.config, base=BASE)
+tiers = functools.partial(test_resume.tiers, base=BASE)
 
 
 @pytest.fixture(scope="module")

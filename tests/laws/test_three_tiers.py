@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_placement import config, tiers
-from test_resume import outcome, signal_at
+from test_resume import config, outcome, signal_at, tiers
 
 import hotrow
 from hotrow.data.packed.reader import PackedDataset

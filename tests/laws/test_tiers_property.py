@@ -318,16 +318,9 @@ def drive(seed: int, medium: str, folder: Path, engines: dict[str, Engines], num
 
 
 SCHEDULES = {
-    "dram": 12,
-    "mapped": 5,
-    "threads": 5,
-    "io_uring": 5,
-    "gathered threads": 5,
-    "gathered io_uring": 5,
-    "dram before dram": 12,
-    "mapped before threads": 5,
-    "dram before io_uring": 5,
-}
+    "dram": 12, "mapped": 5, "threads": 5, "io_uring": 5, "gathered threads": 5, "gathered io_uring": 5,
+    "dram before dram": 12, "mapped before threads": 5, "dram before io_uring": 5,
+}  # fmt: skip
 
 
 @pytest.mark.slow_but("gathered threads", "io_uring", "mapped", "dram before io_uring", "mapped before threads")

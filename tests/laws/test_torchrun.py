@@ -163,19 +163,11 @@ def refused(comm: Communicator, function: Callable[..., Any], *arguments: Any) -
 @pytest.mark.parametrize(
     ("variant", "num_ranks", "micro_batches"),
     [
-        ("sgd", 2, 4),
-        ("sgd", 4, 4),
-        ("adam", 3, 4),
-        ("adamw, weighted loss", 2, 3),
-        ("ftrl, stored order", 3, 3),
-        ("float16", 4, 5),
-        ("split", 2, 2),
-        ("hot window", 3, 5),
-        ("hot phases of vectors", 3, 4),
-        ("hot phases of a sample", 2, 3),
-        ("copies of hot rows", 3, 4),
+        ("sgd", 2, 4), ("sgd", 4, 4), ("adam", 3, 4), ("adamw, weighted loss", 2, 3), ("ftrl, stored order", 3, 3),
+        ("float16", 4, 5), ("split", 2, 2), ("hot window", 3, 5), ("hot phases of vectors", 3, 4),
+        ("hot phases of a sample", 2, 3), ("copies of hot rows", 3, 4),
     ],
-)
+)  # fmt: skip
 def test_the_number_of_ranks_is_invisible(
     pool: RankPool, data: Path, tmp_path: Path, variant: str, num_ranks: int, micro_batches: int
 ) -> None:
@@ -425,6 +417,7 @@ class _Slow(LoopPart):
 def slow_between_steps(comm: Communicator, raw: dict[str, Any]) -> None:
     slow = [] if comm.rank else [_Slow()]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "EVAL_BATCH_SIZE", EVAL_BATCH_SIZE)  # whatever each rank of the pool did before
         patch.setattr(runs, "parts_of", lambda training: [*slow, *parts_of(training)])
         runs.train(make_config(raw), quiet=True, comm=comm)
 

@@ -184,14 +184,10 @@ def check(toy: Side, plain: Side) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [
-        ("sgd", "float16"),
-        ("adagrad", "bfloat16"),
-        ("row_wise_adagrad", "float32"),
-        ("adam", "bfloat16"),
-        ("ftrl", "float32"),
-        ("ftrl", "float16"),
+        ("sgd", "float16"), ("adagrad", "bfloat16"), ("row_wise_adagrad", "float32"), ("adam", "bfloat16"),
+        ("ftrl", "float32"), ("ftrl", "float16"),
     ],
-)
+)  # fmt: skip
 def test_rows_in_dicts_train_save_and_load_to_the_same_bits(optimizer: str, dtype: str, tmp_path: Path) -> None:
     toy, plain = Side(dtype, optimizer, InDicts()), Side(dtype, optimizer, None)
     for side in (toy, plain):

@@ -16,7 +16,6 @@ import pytest
 import hotrow
 import mutate
 from at_step import at_step
-from browser import Browser
 from expanded import expanded
 from forked import run_forked
 from hotrow.base.files import claim
@@ -26,6 +25,7 @@ from hotrow.days import walk
 from hotrow.days.walk import walk_days
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
+from loops import looped
 from prepare_data import file_hashes
 
 RECIPE = """
@@ -215,52 +215,70 @@ def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> No
     assert all(f"<td>{name}</td>" in page for name in NAMES)
 
 
-def test_later_days_are_read_as_the_first_one(begun: tuple[Path, Path]) -> None:
-    logs, out = begun
-    assert (out / "deltas").is_dir()
-    write_day(logs / "day_11" / "part.csv", 4)
-    assert walk_days(logs, out)["new"] == ["day_11"]
-
-
 def test_options_of_later_days_are_checked_by_the_model_of_the_chain(tmp_path: Path) -> None:
     """Also if the recipe is not given again: another model than the usual one takes other options."""
     logs, out, recipe = tmp_path / "logs", tmp_path / "chain", tmp_path / "recipe.yaml"
     tower = "{name: two_tower, item: [item], dense_inputs: none, embedding_dim: 4}"
     recipe.write_text(f"data: ''\nmodel: {tower}\noptimizer: {{sparse: {{name: ftrl}}}}\ntrain: {{batch_size: 64}}\n")
-    for day in (1, 2):
-        write_day(logs / f"day_{day}" / "part.csv", day, 200)
+    write_day(logs / "day_1" / "part.csv", 1, 200)
     walk_days(logs, out, recipe=recipe, **TOLD)
-    write_day(logs / "day_3" / "part.csv", 3, 200)
+    write_day(logs / "day_2" / "part.csv", 2, 200)
     with pytest.raises(ValueError, match=r"ftrl has no such option"):
         walk_days(logs, out, overrides=["optimizer.sparse.initial_accumulator_value=0.1"])
-    assert walk_days(logs, out, overrides=["optimizer.sparse.l1=0.001"])["new"] == ["day_3"]
+    assert walk_days(logs, out, overrides=["optimizer.sparse.l1=0.001"])["new"] == ["day_2"]
 
 
 def test_options_of_the_first_day_may_be_mended(logs: Path, tmp_path: Path) -> None:
     """A newcomer learns of a wrong column or recipe by an error; nothing was made by it."""
-    recipe, out = tmp_path / "recipe.yaml", tmp_path / "chain"
+    recipe, out, own = tmp_path / "recipe.yaml", tmp_path / "chain", tmp_path / "logs"
+    shutil.copytree(logs / "day_1", own / "day_1")
     recipe.write_text(RECIPE + "metrics: {by: shop}\n")
     with pytest.raises(ValueError, match="clicked"):
-        walk_days(logs, out, recipe=recipe, **{**TOLD, "label": "clicked"})
+        walk_days(own, out, recipe=recipe, **{**TOLD, "label": "clicked"})
     with pytest.raises(ValueError, match="shop"):
-        walk_days(logs, out, recipe=recipe, **TOLD)
+        walk_days(own, out, recipe=recipe, **TOLD)
     with pytest.raises(ValueError, match="label is another one than"):  # a dataset was made by it
-        walk_days(logs, out, recipe=recipe, **{**TOLD, "label": "price >= 0"})
+        walk_days(own, out, recipe=recipe, **{**TOLD, "label": "price >= 0"})
     recipe.write_text(RECIPE)
-    assert walk_days(logs, out, recipe=recipe, overrides=["train.max_steps=2"], **TOLD)["new"] == list(NAMES)
+    assert walk_days(own, out, recipe=recipe, overrides=["train.max_steps=2"], **TOLD)["new"] == ["day_1"]
     recipe.write_text(RECIPE + "metrics: {by: user}\n")
     with pytest.raises(ValueError, match="recipe is another one than"):
-        walk_days(logs, out, recipe=recipe, **TOLD)
+        walk_days(own, out, recipe=recipe, **TOLD)
 
 
-def test_a_day_of_another_model_is_refused_before_it_trains(begun: tuple[Path, Path]) -> None:
-    """What it trained could not be sent as a delta."""
+def test_later_days_are_read_as_the_first_one(begun: tuple[Path, Path]) -> None:
+    """Logs of days that are done may go and may be touched. A day of another model, whose training could not be sent
+    as a delta, is refused before it trains."""
     logs, out = begun
+    shutil.rmtree(logs / "day_1")
+    os.utime(logs / "day_2" / "part.csv")
     write_day(logs / "day_11" / "part.csv", 4)
     with pytest.raises(ValueError, match=r"--set model\.embedding_init: a chain of days has one model"):
         go(logs, out, keep=9, overrides=["model.embedding_init=0.05", "train.batch_size=32"])
-    assert not (out / "runs" / "day_11").exists()
-    assert go(logs, out, keep=9, overrides=["train.batch_size=32"])["new"] == ["day_11"]
+    assert (out / "deltas").is_dir() and not (out / "runs" / "day_11").exists()
+    assert walk_days(logs, out, overrides=["train.batch_size=32"])["new"] == ["day_11"]
+
+
+def test_a_day_whose_rows_were_wrong_may_be_mended(begun: tuple[Path, Path]) -> None:
+    """Bad rows may be skipped from any day on, or a chain would end at the first; a day of bad rows alone is not
+    empty, however many may be skipped: something has changed."""
+    logs, out = begun
+    day = logs / "day_11.csv"
+    day.write_text("")
+    assert go(logs, out, keep=9)["new"] == [], "no later day is done, so that it may yet get its rows"
+    day.write_text(EMPTY["a header alone"] + "odd,1700600000,u1,i1,1\n" * 3)
+    with pytest.raises(ValueError, match=r"day_11\.csv has no good row, and 3 bad ones"):
+        go(logs, out, keep=9, skip_bad_rows=5)
+    write_day(day, 1)
+    with pytest.raises(ValueError, match="prepare days in the order of time"):
+        go(logs, out, keep=9)
+    write_day(day, 4)
+    edit(day, "\n0,", "\nno,")
+    with pytest.raises(ValueError, match=r"'no' is not a label.*--skip-bad-rows"):
+        go(logs, out, keep=9)
+    found = go(logs, out, keep=9, skip_bad_rows=1)
+    assert (found["new"], found["newest"]["rows"]) == (["day_11"], 499)
+    assert go(logs, out, keep=9)["new"] == []
 
 
 def test_what_a_kill_leaves_of_an_old_run_goes(begun: tuple[Path, Path]) -> None:
@@ -329,7 +347,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new, 1))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "error"),
     [
         (lambda logs: edit(logs / "day_2" / "part.csv", ",u", ",v"), r"day_2/part\.csv has changed since day_2 was"),
@@ -340,33 +358,13 @@ def edit(path: Path, old: str, new: str) -> None:
         (lambda logs: write_day(logs / "day_10.csv", 9), r"day_10 and .*day_10\.csv are both day 'day_10'"),
     ],
 )
-def test_changed_days_are_refused(begun: tuple[Path, Path], change: Any, error: str) -> None:
-    logs, out = begun
-    before = file_hashes(out)
+def test_changed_days_are_refused(begun: tuple[Path, Path], tmp_path: Path, change: Any, error: str) -> None:
+    kept, out = begun
+    logs, before = shutil.copytree(kept.parent, tmp_path / "walk") / "logs", file_hashes(out)
     change(logs)
     with pytest.raises(ValueError, match=error):
         go(logs, out, keep=9)
     assert file_hashes(out) == before
-
-
-def test_logs_of_days_that_are_done_may_go_and_may_be_touched(begun: tuple[Path, Path]) -> None:
-    logs, out = begun
-    shutil.rmtree(logs / "day_1")
-    os.utime(logs / "day_2" / "part.csv")
-    write_day(logs / "day_11" / "part.csv", 4)
-    assert go(logs, out, keep=9)["new"] == ["day_11"]
-
-
-def test_bad_rows_may_be_skipped_from_any_day_on(begun: tuple[Path, Path]) -> None:
-    """Else a chain would end at the first bad row."""
-    logs, out = begun
-    write_day(logs / "day_11" / "part.csv", 4)
-    edit(logs / "day_11" / "part.csv", "\n0,", "\nno,")
-    with pytest.raises(ValueError, match=r"'no' is not a label.*--skip-bad-rows"):
-        go(logs, out, keep=9)
-    found = go(logs, out, keep=9, skip_bad_rows=1)
-    assert (found["new"], found["newest"]["rows"]) == (["day_11"], 499)
-    assert go(logs, out, keep=9)["new"] == []
 
 
 EMPTY = {"no byte": "", "a header alone": "click,ts,user,item,price\n"}
@@ -414,31 +412,6 @@ def test_rows_that_come_while_a_day_is_found_empty_are_not_passed_over(
         go(logs, out, keep=9)
 
 
-def test_a_day_of_bad_rows_alone_is_not_passed_over(begun: tuple[Path, Path]) -> None:
-    """It is not empty, even if so many may be skipped: something has changed."""
-    logs, out = begun
-    (logs / "day_11.csv").write_text(EMPTY["a header alone"] + "odd,1700600000,u1,i1,1\n" * 3)
-    with pytest.raises(ValueError, match=r"day_11\.csv has no good row, and 3 bad ones"):
-        go(logs, out, keep=9, skip_bad_rows=5)
-
-
-def test_an_empty_day_gets_its_rows_while_no_later_one_is_done(begun: tuple[Path, Path]) -> None:
-    logs, out = begun
-    (logs / "day_11.csv").write_text("")
-    assert go(logs, out, keep=9)["new"] == []
-    write_day(logs / "day_11.csv", 4)
-    assert go(logs, out, keep=9)["new"] == ["day_11"]
-
-
-def test_a_day_whose_rows_were_wrong_may_be_mended(begun: tuple[Path, Path]) -> None:
-    logs, out = begun
-    write_day(logs / "day_11" / "part.csv", 1)
-    with pytest.raises(ValueError, match="prepare days in the order of time"):
-        go(logs, out, keep=9)
-    write_day(logs / "day_11" / "part.csv", 4)
-    assert go(logs, out, keep=9)["new"] == ["day_11"]
-
-
 def test_a_file_that_comes_while_a_day_is_prepared_is_refused(
     begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,18 +448,27 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, step: str) -> Iterator[None]
         yield
 
 
-def test_a_day_that_was_changed_before_it_was_done_is_refused(
-    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("_trained", r"day_11 was prepared on another day than day_10b: remove it"),
+        ("_figures", r"day_10b comes before day_11, which is done"),
+    ],
+)
+def test_a_day_that_was_begun_takes_no_other_before_it(
+    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, step: str, error: str
 ) -> None:
+    """Once its delta was applied, a day before it would take that delta's place."""
     logs, out = begun
     write_day(logs / "day_11" / "part.csv", 4)
-
-    with interrupted_at(monkeypatch, "_trained"):
+    with interrupted_at(monkeypatch, step):
         go(logs, out, keep=9)
     write_day(logs / "day_10b" / "part.csv", 5)
-    with pytest.raises(ValueError, match=r"day_11 was prepared on another day than day_10b: remove it"):
+    with pytest.raises(ValueError, match=error):
         go(logs, out, keep=9)
     shutil.rmtree(logs / "day_10b")
+    if step == "_figures":
+        assert go(logs, out, keep=9)["new"] == ["day_11"]
 
 
 def test_no_day_comes_before_the_first_one_that_was_exported(
@@ -505,21 +487,7 @@ def test_no_day_comes_before_the_first_one_that_was_exported(
     assert walk_days(tmp_path / "logs", tmp_path / "chain", **given)["new"] == ["day_2"]
 
 
-def test_no_day_comes_before_one_that_was_sent(begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill came after the delta was applied: a day before it would take that delta's place."""
-    logs, out = begun
-    write_day(logs / "day_11" / "part.csv", 4)
-
-    with interrupted_at(monkeypatch, "_figures"):
-        go(logs, out, keep=9)
-    write_day(logs / "day_10b" / "part.csv", 5)
-    with pytest.raises(ValueError, match=r"day_10b comes before day_11, which is done"):
-        go(logs, out, keep=9)
-    shutil.rmtree(logs / "day_10b")
-    assert go(logs, out, keep=9)["new"] == ["day_11"]
-
-
-@pytest.mark.parametrize(
+@looped(
     ("options", "error"),
     [
         ({"keep": 0}, r"keep is 0; it must be at least 1"),
@@ -558,17 +526,6 @@ def test_other_folders_are_refused(logs: Path, chain: Path, tmp_path: Path) -> N
         go(logs, tmp_path / "taken")
     with claim(chain), pytest.raises(ValueError, match="another process works on"):
         go(logs, chain)
-
-
-def test_the_page_in_a_browser(chain: Path, tmp_path: Path) -> None:
-    with Browser(tmp_path / "profile") as browser:
-        for width in (390, 820, 1440):
-            browser.open(chain / "report.html", width=width, dark=width == 820)
-            assert browser.run("document.documentElement.scrollWidth") <= width
-        assert browser.run("document.querySelectorAll('svg').length") == 8, (
-            "AUC, LogLoss, NE, calibration; four of cost"
-        )
-        assert browser.errors == []
 
 
 def test_text_on_the_page_is_escaped(logs: Path, tmp_path: Path) -> None:

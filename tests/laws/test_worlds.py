@@ -258,14 +258,10 @@ def test_pooled_vectors_have_the_bits_of_one_process(
 @pytest.mark.parametrize(
     ("optimizer", "depth", "pooled"),
     [
-        ("adam", 2, False),
-        ("row_wise_adagrad", 0, False),
-        ("ftrl", 3, False),
-        ("sgd", 1, False),
-        ("ftrl", 2, True),
+        ("adam", 2, False), ("row_wise_adagrad", 0, False), ("ftrl", 3, False), ("sgd", 1, False), ("ftrl", 2, True),
         ("sgd", 0, True),
     ],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:3 batches wait")
 def test_shards_in_tiers_have_the_bits_of_one_process(
     threads: ThreadPool, optimizer: str, depth: int, pooled: bool, tmp_path: Path

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import BASE, outcome, signal_at
+from test_resume import config as config_of
+from test_resume import outcome, signal_at
 
 from hotrow.base.files import folder_bytes
-from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
@@ -33,8 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 
 def config(data: Path, run: Path, budget: str | None, *changes: str, **memory: Any) -> Any:
     memory = {"dram": DRAM, "file": str(run.parent / "rows"), "write_budget": budget, **memory}
-    raw = {**BASE, "data": str(data), "run": str(run), "memory": memory}
-    return make_config(apply_overrides(raw, [*CHANGES, *changes]))
+    return config_of(data, run, [*CHANGES, *changes], memory)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -24,6 +24,7 @@ from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import CsvSpec, parse_schema
+from loops import looped
 from raw_rows import read
 
 N = 300
@@ -90,8 +91,8 @@ def test_blanks_around_names_are_trimmed_if_no_two_become_equal(tmp_path: Path) 
     assert read(ColumnsSource(twins, schema_of("a ", dense=["a"])))["a "] == ITEMS
 
 
-@pytest.mark.parametrize("header", ["y,item,price", " y, item ,price "])
-@pytest.mark.parametrize("new", ["y,item,price", "y ,  item,price"])
+@looped("header", ["y,item,price", " y, item ,price "])
+@looped("new", ["y,item,price", "y ,  item,price"])
 def test_scoring_finds_columns_with_other_blanks(header: str, new: str, tmp_path: Path) -> None:
     rows = [f"{y},{item},{i % 40}" for i, (y, item) in enumerate(zip(LABELS, ITEMS, strict=True))]
     (tmp_path / "old.csv").write_text("\n".join([header, *rows, ""]))
@@ -135,8 +136,8 @@ def write_orc(table: pa.Table, path: Path) -> None:
 WRITERS = {"parquet": write_parquet, "feather": write_feather, "orc": write_orc}
 
 
-@pytest.mark.parametrize("suffix", ["by name", "by content"])
-@pytest.mark.parametrize("kind", WRITERS)
+@looped("suffix", ["by name", "by content"])
+@looped("kind", WRITERS)
 def test_feather_and_orc_are_read_as_parquet_is(kind: str, suffix: str, tmp_path: Path) -> None:
     lists = [["a", "b"][: i % 3] for i in range(N)]
     columns = {"y": LABELS, "item": [None, *ITEMS[1:]], "price": [0.5 * i for i in range(N)], "tags": lists}

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> 
         KeyedJaggedTensor(**{"keys": KEYS, "values": VALUES, **arguments})
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@looped("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_lengths_and_offsets_of_any_integers_say_the_same(dtype: torch.dtype) -> None:
     lengths, offsets = tensor(2, 0, 1, 2, dtype=dtype), tensor(0, 2, 2, 3, 5, dtype=dtype)
     for arguments in ({"lengths": lengths}, {"offsets": offsets}, {"lengths": lengths, "offsets": offsets}):
@@ -81,7 +81,7 @@ def test_many_short_lengths_do_not_overflow_their_type() -> None:
     assert batch.offsets.tolist() == [0, 100, 200, 300]
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2,), (2, 2, 1)])
+@looped("shape", [(2, 3), (2,), (2, 2, 1)])
 def test_a_matrix_of_ids_has_a_column_per_key(shape: tuple[int, ...]) -> None:
     with pytest.raises(
         ValueError, match=r"ids are torch.int64 with shape .*; pass int32 or int64 \[B, 2\], one column"
@@ -141,14 +141,14 @@ def test_batches_without_samples_or_ids_pool_to_zeros_and_train_nothing(
         assert torch.equal(weight, before[name])
 
 
-@pytest.mark.parametrize("dim", [0, -1])
+@looped("dim", [0, -1])
 def test_a_table_has_columns(dim: int) -> None:
     with pytest.raises(ValueError, match=f"table 't': embedding_dim is {dim}; it must be at least 1"):
         TableConfig(name="t", num_embeddings=4, embedding_dim=dim, feature_names=("f",))
 
 
-@pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@looped("bad", [-1, 4, 2**31 - 1, -(2**31)])
+@looped("dtype", [torch.int32, torch.int64])
 def test_ids_outside_the_table_are_named_wherever_they_stand(dtype: torch.dtype, bad: int) -> None:
     emb = EmbeddingCollection([TableConfig(name="t", num_embeddings=4, embedding_dim=3, feature_names=KEYS)])
     lengths = tensor(1, 2, 0, 3)
@@ -160,7 +160,7 @@ def test_ids_outside_the_table_are_named_wherever_they_stand(dtype: torch.dtype,
     assert emb.pending == []
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@looped("weighted", [False, True])
 def test_samples_of_a_batch_have_the_bags_they_had(weighted: bool) -> None:
     lengths, weights = tensor(1, 2, 0, 3), torch.arange(6.0) if weighted else None
     batch = KeyedJaggedTensor(("a", "b"), tensor(5, 6, 7, 1, 2, 3), weights, lengths=lengths)

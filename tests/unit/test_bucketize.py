@@ -11,6 +11,7 @@ from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import RandomPlan
 from hotrow.data.transforms import Transform
+from loops import looped
 
 BOUNDARIES = [18, 25, 40.5]
 SCHEMA: dict[str, Any] = {
@@ -68,7 +69,7 @@ def test_against_searchsorted() -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "fields"),
     [
         ({"boundaries": [25, 18]}, ["bucketize.boundaries", "[25.0, 18.0]", "rising"]),

@@ -16,6 +16,7 @@ import pytest
 from forked import run_forked
 from hotrow.kernels import ops
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
+from loops import looped
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 ROWS = TableRows(table="item", record_bytes=512, num_rows=1000)
@@ -52,7 +53,7 @@ def held(store: Store, rows: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
+@looped(
     ("places", "written", "stay"),
     [
         (1, [4, 9], [9]),
@@ -81,7 +82,7 @@ def written_down(written: list[int], stay: list[int]) -> set[int]:
     return set(written) - set(stay)
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@looped("before", BEFORE)
 def test_only_what_is_newer_goes_down_and_once(tmp_path: Path, before: Kind) -> None:
     with cached(tmp_path, 48, before=before) as store:
         write(store, list(range(40)))
@@ -108,7 +109,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert counts["middle_map_bytes"] == 32 * 5 + 2
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@looped("before", BEFORE)
 def test_a_row_is_read_while_its_write_down_waits(tmp_path: Path, before: Kind) -> None:
     rows = replace(ROWS, num_rows=5000)
     with cached(tmp_path, 16, before=before, rows=rows) as store:
@@ -120,7 +121,7 @@ def test_a_row_is_read_while_its_write_down_waits(tmp_path: Path, before: Kind) 
         assert store.counters()["served_from_queue"] > 100
 
 
-@pytest.mark.parametrize("below", ["block", "mapped"])
+@looped("below", ["block", "mapped"])
 def test_what_is_discarded_writes_nothing_more(tmp_path: Path, below: Kind) -> None:
     """Neither as it is closed nor as the last holder of its native part goes; who asks it then is told."""
     store = cached(tmp_path, 96, below=below)
@@ -176,7 +177,7 @@ def fails_for_ever(store: Store, message: str) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("failing", ["writing", "reading"])
+@looped("failing", ["writing", "reading"])
 def test_an_error_below_is_told_for_ever(tmp_path: Path, failing: str) -> None:
     """Also by rows that lie in the middle, which could still be read: no step goes on."""
     lower = open_store(ROWS, kind="block", path=tmp_path / "rows", engines=engines())
@@ -261,7 +262,7 @@ open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads")).
 """
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@looped("before", BEFORE)
 def test_a_forked_child_is_told(tmp_path: Path, before: Kind) -> None:
     done = run_forked(FORK, before, tmp_path / "t")
     assert done.returncode == 0, done.stderr

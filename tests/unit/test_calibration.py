@@ -10,6 +10,7 @@ from sklearn.linear_model import LogisticRegression
 
 from hotrow.config.load import make_config
 from hotrow.objectives.calibration import Calibration, Method, calibrated, fitted, for_all_negatives
+from loops import looped
 
 
 def clicks(num_rows: int, *, seed: int = 0, decimals: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -23,8 +24,8 @@ def rates(found: Calibration, logits: np.ndarray) -> np.ndarray:
     return torch.sigmoid(calibrated(torch.from_numpy(logits), **found.layer).double()).numpy()
 
 
-@pytest.mark.parametrize("decimals", [0, 8])
-@pytest.mark.parametrize("shift", [0.0, 50.0])
+@looped("decimals", [0, 8])
+@looped("shift", [0.0, 50.0])
 def test_platt_against_logistic_regression(decimals: int, shift: float) -> None:
     """A label t that is between 0 and 1 is two rows, of label 1 with weight t and of label 0 with weight 1 - t."""
     logits, labels = clicks(3000, decimals=decimals)
@@ -52,7 +53,7 @@ def test_platt_is_finite_where_no_other_fit_is() -> None:
     np.testing.assert_allclose(rates(same, np.full(1, 3.0, np.float32)), 0.2, atol=0.01)
 
 
-@pytest.mark.parametrize(("num_rows", "decimals"), [(2, 8), (500, 0), (500, 1), (20_000, 8), (20_000, 2)])
+@looped(("num_rows", "decimals"), [(2, 8), (500, 0), (500, 1), (20_000, 8), (20_000, 2)])
 def test_isotonic_against_sklearn(num_rows: int, decimals: int) -> None:
     logits, labels = clicks(num_rows, decimals=decimals)
     labels[:2] = [False, True]
@@ -78,7 +79,7 @@ def test_isotonic_is_the_best_rising_function(rows: list[tuple[int, bool]]) -> N
     assert (np.diff(rates(found, np.linspace(-5, 5, 333, dtype=np.float32))) >= 0).all()
 
 
-@pytest.mark.parametrize("method", ["platt", "isotonic"])
+@looped("method", ["platt", "isotonic"])
 def test_weights_count_as_rows_that_are_repeated(method: Method) -> None:
     logits, labels = clicks(2000, decimals=2)
     times = np.random.default_rng(2).integers(0, 4, 2000)
@@ -91,7 +92,7 @@ def test_weights_count_as_rows_that_are_repeated(method: Method) -> None:
     assert weighted.num_rows == 2000
 
 
-@pytest.mark.parametrize("method", ["platt", "isotonic"])
+@looped("method", ["platt", "isotonic"])
 def test_bits_depend_on_no_other_row(method: Method) -> None:
     logits, labels = clicks(4000)
     found, all_logits = fitted(method, logits, labels, step=1), torch.from_numpy(logits)

@@ -145,7 +145,7 @@ def test_nothing_is_pickled_and_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
-@pytest.mark.parametrize("name", ["embedding/a/000.safetensors", "model.safetensors", "sparse/a/000.safetensors"])
+@looped("name", ["embedding/a/000.safetensors", "model.safetensors", "sparse/a/000.safetensors"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     parts = make_parts(1)
     path = save_checkpoint(tmp_path / "step-1", parts)
@@ -197,9 +197,7 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, {"other": nn.Linear(1, 1)})
 
 
-@pytest.mark.parametrize(
-    ("another", "options"), [(torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {})]
-)
+@looped(("another", "options"), [(torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {})])
 def test_lower_halves_are_not_lost_in_another_optimizer(tmp_path: Path, another: Any, options: dict[str, Any]) -> None:
     """And by the way that the error names, all of them come along."""
     model = nn.Linear(7, 5)

@@ -144,12 +144,12 @@ def test_separated_text_becomes_lists() -> None:
     assert read_column(numbers, {"kind": "sequence", "separator": " ", "type": "int"}) == [[1, 22], [3]]
 
 
-@pytest.mark.parametrize("array", [pa.array([-1.0, 0.5, None, 2.0, 7.5]), pa.array(["-1", "0.5", None, "2", "7.50"])])
+@looped("array", [pa.array([-1.0, 0.5, None, 2.0, 7.5]), pa.array(["-1", "0.5", None, "2", "7.50"])])
 def test_numbers_in_buckets(array: pa.Array) -> None:
     assert read_column(array, {"buckets": [0.5, 2, 7.5]}) == [0, 1, None, 2, 3]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("array", "spec", "message"),
     [
         (pa.array([1.0, 2.5]), {}, r"<frame>:2 \(a\): 2.5 is not an exact integer id; an id must be a whole number"),
@@ -195,7 +195,7 @@ def test_prediction_reads_ids_as_they_were_prepared() -> None:
         read_column(pa.array([-1]), encodings={"a": "uint64"})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("array", "spec", "want"),
     [
         (pa.array([0, 1]), {}, [0, 1]),
@@ -215,7 +215,7 @@ def test_labels_by_every_rule(array: pa.Array, spec: dict[str, Any], want: list[
     assert read(ColumnsSource(table, schema))["label"] == want
 
 
-@pytest.mark.parametrize(
+@looped(
     ("array", "spec", "message"),
     [
         (pa.array([0, 2]), {}, r"<frame>:2 \(y\): 2 is not a label; it must be 0 or 1"),
@@ -241,27 +241,23 @@ def test_labels_outside_their_rule_are_named(array: pa.Array, spec: dict[str, An
 def test_dense_numbers_and_what_is_none() -> None:
     table = pa.table(
         {
-            "y": [0, 1],
-            "a": [1, 2],
-            "i": [3, None],
-            "d": [decimal.Decimal("1.5"), None],
-            "s": ["2", None],
+            "y": [0, 1], "a": [1, 2], "i": [3, None], "d": [decimal.Decimal("1.5"), None], "s": ["2", None],
             "b": [True, None],
         }
-    )
+    )  # fmt: skip
     dense = read(ColumnsSource(table, schema_of("a", dense=["i", "d", "s", "b"])))["dense"]
     assert dense[0] == [3, 1.5, 2, 1]
     assert np.isnan(dense[1]).all()
 
 
-@pytest.mark.parametrize("value", [float("inf"), 1e39, "abc", "inf", "1e999", "0x10"])
+@looped("value", [float("inf"), 1e39, "abc", "inf", "1e999", "0x10"])
 def test_dense_that_is_no_finite_number_is_named(value: Any) -> None:
     table = pa.table({"y": [0, 1], "a": [1, 2], "d": pa.array([type(value)(1), value])})
     with pytest.raises(RowError, match=r"<frame>:2 \(d\): .* is not a finite float32 number"):
         read(ColumnsSource(table, schema_of("a", dense=["d"])))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("array", "options", "want"),
     [
         (pa.array([5, 3]), {}, [5, 3]),
@@ -292,7 +288,7 @@ def test_a_bad_first_time_is_the_only_bad_row() -> None:
     assert read(ColumnsSource(table, schema_of("a", time="t"), skip_bad_rows=1))["a"] == ["y", "z"]
 
 
-@pytest.mark.parametrize("values", [[1, None], ["1970-01-01", "soon"], ["5", "x"], [1.0, float("nan")]])
+@looped("values", [[1, None], ["1970-01-01", "soon"], ["5", "x"], [1.0, float("nan")]])
 def test_times_that_cannot_be_read_are_named(values: list[Any]) -> None:
     table = pa.table({"y": [0, 0], "a": [1, 2], "t": pa.array(values)})
     with pytest.raises(RowError, match=r"<frame>:2 \(t\): .* is not a time like the others"):
@@ -354,7 +350,7 @@ def test_csv_text_stays_text_and_lines_end_any_way(tmp_path: Path) -> None:
         assert rows["dense"][0] == [1.5] and np.isnan(rows["dense"][1][0])
 
 
-@pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
+@looped("delimiter", [",", "\t", ";", "|"])
 def test_delimiters_are_found_and_announced(tmp_path: Path, delimiter: str) -> None:
     rows = [["y", "a", "b"]] + [[str(i % 2), f"k{i}", "x y"] for i in range(20)]
     path = write_csv(tmp_path / "x.csv", "\n".join(delimiter.join(row) for row in rows))
@@ -469,8 +465,8 @@ def test_bytes_that_are_not_utf8_are_named_by_line(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("line", ['1,"b\n', '"1,b\n'])
-@pytest.mark.parametrize("header", [True, False])
+@looped("line", ['1,"b\n', '"1,b\n'])
+@looped("header", [True, False])
 def test_a_quote_that_is_never_closed_takes_no_rows_with_it(tmp_path: Path, line: str, header: bool) -> None:
     schema = schema_of("a", csv={} if header else {"column_names": ["y", "a"]})
     path = write_csv(tmp_path / "q.csv", "y,a\n" * header + "0,b\n" * 9 + line + "1,b\n" * 7)
@@ -524,7 +520,7 @@ def test_drift_between_parquet_files_is_named(tmp_path: Path) -> None:
         ColumnsSource([first, write_csv(tmp_path / "x.csv", "y,a,d\n")], schema)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("columns", "schema", "message"),
     [
         ({"y": [[1]], "a": [1]}, {}, "column 'y' has type list<element: int64>, which is not a number"),
@@ -553,7 +549,7 @@ def test_hive_folders_become_columns(tmp_path: Path) -> None:
     assert rows["site"] == ["a/b", None]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@looped("kind", ["parquet", "csv"])
 def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Path, kind: str) -> None:
     files = []
     for day, site, a in ((2, "x", 5), (10, "__HIVE_DEFAULT_PARTITION__", 6)):

@@ -183,7 +183,7 @@ def test_overrides_leave_the_dict_they_start_from() -> None:
     assert raw == {"train": {"epochs": 1}}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "message"),
     [
         ("train.epochs", "no name and value; write it as --set train.batch_size=4096"),
@@ -196,7 +196,7 @@ def test_bad_overrides(override: str, message: str) -> None:
         apply_overrides({"data": "d"}, [override])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", "f line 3, column 1: key 'a' is given twice"),
@@ -267,7 +267,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" fo
 """Nine lines that stand for 86 million values."""
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "message"),
     [
         ("1: x", "line 1, column 1: key 1 is read as a number, not as a name; put it in quotes"),

@@ -176,7 +176,7 @@ def test_what_other_files_read_is_no_bad_field(either: ModuleType, tmp_path: Pat
     assert flat(read(tmp_path / "rows.txt")) == expected([*ROWS, row(9, **fields)])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("line", "reason"),
     [
         (b"\t".join([b"0"] * 39), "39 columns between tabs where 40 are expected"),
@@ -206,7 +206,7 @@ def test_another_delimiter_throughout_is_named(tmp_path: Path) -> None:
         read(path)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("content", "message"),
     [
         (b"", "the file is empty"),
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_named(content: bytes, message: str, tmp_p
     assert str(caught.value).startswith(str(path))
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, lambda raw: pa.compress(raw, codec="zstd", asbytes=True)])
+@looped("compress", [gzip.compress, lambda raw: pa.compress(raw, codec="zstd", asbytes=True)])
 def test_a_damaged_file_says_how_far_it_could_be_read(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     raw = np.random.default_rng(0).integers(0, 256, 3 << 20, dtype=np.uint8).tobytes()
     (tmp_path / "rows.gz").write_bytes(compress(raw)[: 2 << 20])
@@ -298,7 +298,7 @@ def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path
         CriteoSource([path], skip_bad_rows=-1)
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@looped("compress", [bytes, gzip.compress])
 def test_resume_at_every_chunk(compress: type[bytes], tmp_path: Path) -> None:
     for n, name in enumerate(("a.txt", "b.txt")):
         (tmp_path / name).write_bytes(compress(text(ROWS[n:], end="\r\n")[:-2]))
@@ -344,19 +344,8 @@ def test_against_the_published_rows(real_data: object) -> None:
 def test_against_float32_of_python() -> None:
     numbers = ["0", "-0", "7", "-3", "16777217", "123456789012345678", "9223372036854775807", "-9223372036854775808"]
     numbers += [
-        "1.0",
-        "-0.5",
-        ".5",
-        "5.",
-        "1e3",
-        "1E-3",
-        "2.5e+2",
-        "3.4028235e38",
-        "1e-50",
-        "1e-400",
-        "0.1",
-        "16777217.0",
-    ]
+        "1.0", "-0.5", ".5", "5.", "1e3", "1E-3", "2.5e+2", "3.4028235e38", "1e-50", "1e-400", "0.1", "16777217.0",
+    ]  # fmt: skip
     layout = native.RowLayout("\t", ignored_names=(), has_label=False, dense_names=("x",), category_names=("c",))
     for module in (NATIVE, reference):
         if module is None:
@@ -373,7 +362,7 @@ def test_against_float32_of_python() -> None:
         assert columns.dense[:, 0].tolist() == [float(x) for x in truth]
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9])
+@looped("length", [1, 7, 8, 9])
 def test_every_byte_in_every_place_of_a_number_and_a_category(length: int, either: ModuleType) -> None:
     """Fields of all lengths that the parser reads as one word, and one more, against Python's own idea of them."""
     layout = native.RowLayout("\t", ignored_names=(), has_label=False, dense_names=("x",), category_names=("c", "d"))

@@ -12,6 +12,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.models.din import DIN, DINSpec
 from hotrow.optim import SGD
 from hotrow.run.build import look_up
+from loops import looped
 
 DIMS, ROWS = {"user": 3, "item": 8, "category": 5}, {"user": 30, "item": 50, "category": 9}
 FEATURES = {"user": "user", "item": "item", "item_history": "item", "category": "category"}
@@ -96,8 +97,8 @@ def plain_mlp(layers: Sequence[nn.Linear]) -> nn.Sequential:
     return nn.Sequential(*found[:-1])
 
 
-@pytest.mark.parametrize("num_dense", [0, 2])
-@pytest.mark.parametrize("filler", [0, 4])
+@looped("num_dense", [0, 2])
+@looped("filler", [0, 4])
 def test_against_plain_torch(num_dense: int, filler: int) -> None:
     """Outputs, gradients of every weight, and rows after a step of rate 1, which are the rows less their gradients."""
     embedding = make_embedding()
@@ -150,7 +151,7 @@ def test_a_step_counts_as_it_matters_to_the_item() -> None:
     assert all(not torch.equal(attended(a), attended(b)) for a, b in itertools.combinations(range(4), 2))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("dims", "names"),
     [
         ({"user": 4, "item": 4}, ["item_history", "user, item", "histories"]),

@@ -13,6 +13,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels.types import split, to_float16
 from hotrow.optim import SGD, RowWiseAdagrad
 from hotrow.tables import Dtype
+from loops import looped
 
 TABLES = (
     TableConfig(name="user", num_embeddings=10, embedding_dim=3, feature_names=("user",)),
@@ -52,7 +53,7 @@ def test_keys_may_come_in_any_order_and_bring_others() -> None:
     assert torch.equal(emb(mixed), emb(BATCH))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@looped("dtype", [torch.int32, torch.int64])
 def test_a_plain_matrix_is_one_id_per_feature(dtype: torch.dtype) -> None:
     emb = make()
     ids_BF = torch.tensor([[1, 4, 6], [2, 5, 4]], dtype=dtype)
@@ -172,7 +173,7 @@ def test_initial_rows_of_every_storage_are_those_of_float32(monkeypatch: pytest.
         assert torch.equal(rounded.float32(name), rounded.weights[name].float())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@looped("dtype", ["float16", "bfloat16"])
 def test_pooled_rows_are_float32_sums_of_what_is_stored(dtype: Dtype) -> None:
     emb = make(dtype=dtype)
     stored = {name: w.float() for name, w in emb.weights.items()}
@@ -228,8 +229,8 @@ def test_weights_beyond_float16_are_refused_with_their_row(monkeypatch: pytest.M
     assert float(emb.float32("item").max()) == 65504.0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
+@looped("dtype", ["float32", "bfloat16"])
+@looped("duplicate", [copy.deepcopy, lambda emb: pickle.loads(pickle.dumps(emb))])
 def test_copies_train_on_their_own(duplicate, dtype: Dtype) -> None:
     emb = make(dtype=dtype)
     before = emb.float32("user").clone()

@@ -24,6 +24,7 @@ from hotrow.base.files import (
     write_json,
 )
 from hotrow.base.machine import _cgroup_available_bytes, available_memory_bytes
+from loops import looped
 
 
 def test_atomic_write_replaces_whole_and_private(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_atomic_write_replaces_whole_and_private(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@looped("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_atomic_write_leaves_the_old_file_when_the_block_raises(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
@@ -57,7 +58,7 @@ def test_atomic_write_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     assert victim.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("reserves", [True, False])
+@looped("reserves", [True, False])
 def test_room_is_taken_and_bytes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
     """Where a system can reserve room, and where it cannot."""
     if not reserves:
@@ -70,7 +71,7 @@ def test_room_is_taken_and_bytes_stay(tmp_path: Path, monkeypatch: pytest.Monkey
             assert (tmp_path / "a").read_bytes() == b"head" + bytes(96)
 
 
-@pytest.mark.parametrize("refused", ["nothing", "folders", "unseen", "all"])
+@looped("refused", ["nothing", "folders", "unseen", "all"])
 def test_a_folder_is_claimed_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     """If folders cannot be locked, or their locks are not seen on other machines, a file is; else nobody can tell."""
     plain, folders = fcntl.flock, []
@@ -103,20 +104,18 @@ def test_json_for_others(tmp_path: Path) -> None:
         write_json(path, float("nan"))
 
 
-@pytest.mark.parametrize("name", ["a", "item id", "Gerät", "a.b", "x" * 200])
+@looped("name", ["a", "item id", "Gerät", "a.b", "x" * 200])
 def test_check_name_accepts(name: str) -> None:
     assert check_name(name) == name
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", ".a", "a/b", "/a", "a\0", "a\n", "..\\a", "x" * 201, "\ud800", 3, None]
-)
+@looped("name", ["", ".", "..", ".a", "a/b", "/a", "a\0", "a\n", "..\\a", "x" * 201, "\ud800", 3, None])
 def test_check_name_refuses(name: str) -> None:
     with pytest.raises(ValueError, match="table name"):
         check_name(name, what="table name")
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 4096, 9_999, 10_000])
+@looped("cut", [0, 1, 7, 4096, 9_999, 10_000])
 def test_checksums_of_pieces_join(tmp_path: Path, cut: int) -> None:
     data = os.urandom(5_000) + bytes(5_000)
     (tmp_path / "file").write_bytes(data)

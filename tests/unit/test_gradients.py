@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(optimizer_
     assert not torch.equal(emb.weights["a"], before[0]), "the step after it is taken"
 
 
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("optimizer_class", ALL)
 def test_skipped_steps_are_as_if_they_had_not_been(optimizer_class: type) -> None:
     results = []
     for values in ([1.0, 2.0], [1.0, math.nan, math.inf, 2.0]):
@@ -162,7 +162,7 @@ def test_without_a_look_the_step_is_taken() -> None:
     assert emb.weights["b"][4, 1].isnan()
 
 
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("optimizer_class", ALL)
 def test_the_policy_must_be_known(optimizer_class: type) -> None:
     message = f"{optimizer_class.__name__}: nonfinite is 'warn'; choose 'raise', 'skip'"
     with pytest.raises(ValueError, match=message):
@@ -196,8 +196,8 @@ def against_torch(ids: torch.Tensor, max_norm: float, norm_type: float) -> tuple
     return ours, [theirs_norm, *(p.grad for p in parameters)]
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.0, 0.01, 1e6])
+@looped("norm_type", [1.0, 2.0, math.inf])
+@looped("max_norm", [0.0, 0.01, 1e6])
 def test_clipping_against_torch_where_no_id_comes_twice(max_norm: float, norm_type: float) -> None:
     ids = torch.tensor([[1, 2], [3, 4], [5, 6], [9, 19]])
     for ours, theirs in zip(*against_torch(ids, max_norm, norm_type), strict=True):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pytest
 
 from hotrow.data.prepare.init import render_schema
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.schema import load_schema
+from loops import looped
 
 N = 20_000
 START = datetime.datetime(2024, 3, 1)
@@ -80,7 +80,7 @@ AFTER: dict[str, Callable[[np.random.Generator, np.ndarray[Any, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", AFTER)
+@looped("name", AFTER)
 def test_what_happens_after_the_click_is_left_out(name: str) -> None:
     """Written as 0 or "no" for other rows, it was kept."""
     rng = np.random.default_rng(2)

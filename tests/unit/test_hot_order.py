@@ -74,7 +74,7 @@ def test_every_sample_once_per_epoch_in_batches_of_one_class(split: Split, sched
     assert seen[0] != seen[1], "each epoch has an order of its own"
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.5])
+@looped("share", [0.02, 0.3, 0.5])
 def test_classes_share_one_window(split: Split, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Together they hold as many rows as one class alone would, and each mixes rows of as long a stretch."""
     monkeypatch.setattr(hot_order, "WINDOW_ROWS", 200)
@@ -103,7 +103,7 @@ def test_the_last_class_with_batches_goes_to_its_end(split: Split) -> None:
     assert [name for name, _ in found] == ["cold", "hot", "cold", "hot"]
 
 
-@pytest.mark.parametrize("seed", [None, 4])
+@looped("seed", [None, 4])
 def test_window_keeps_the_order_of_samples_within_its_batches(split: Split, seed: int | None) -> None:
     is_hot = mark(0.6)
     plain = [row for _, batches in turns(order_of(split, None, seed), 0) for batch in batches for row in batch]

@@ -20,6 +20,7 @@ from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import Schema, load_schema
 from hotrow.models import MODELS
+from loops import looped
 
 N = 2000
 
@@ -137,7 +138,7 @@ def test_told_roles_hold_for_the_columns_they_name() -> None:
             guess_columns(clicks(), **{role: [name] for name, role in wrong.items()})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("texts", "spec"),
     [
         (["2014-10-21 00:00:00", "2014-10-22 10:00:00"], {"column": "ts"}),
@@ -192,7 +193,7 @@ def test_a_header_that_repeats_a_name_is_a_header(tmp_path: Path) -> None:
     assert "column_names" not in guess.csv
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "columns"),
     [
         ("a,a,n\nx,y,1\nx,z,2\n", ["a", "a (2)", "n"]),  # a name above numbers: a header
@@ -209,13 +210,10 @@ def test_what_is_a_header(tmp_path: Path, text: str, columns: list[str]) -> None
     assert [g.column for g in guess_columns(path).guesses] == columns
 
 
-LAYOUTS = {
-    "criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]),
-    "taobao": "1,2268318,2520377,pv,1511544070",
-}
+LAYOUTS = {"criteo": "\t".join(["0", *["1"] * 13, *["68fd1e64"] * 26]), "taobao": "1,2268318,2520377,pv,1511544070"}
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
+@looped("source", LAYOUTS)
 def test_known_layouts_need_no_schema(tmp_path: Path, source: str) -> None:
     path = tmp_path / "logs.txt"
     path.write_text(LAYOUTS[source] + "\n")
@@ -235,7 +233,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
         run_init(tmp_path / "x.parquet", out=tmp_path / "new")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@looped("model", MODELS)
 def test_a_recipe_for_the_model_that_was_named(tmp_path: Path, model: str) -> None:
     pq.write_table(clicks().slice(0, 200), tmp_path / "x.parquet")
     raw = yaml.safe_load(run_init(tmp_path / "x.parquet", model=model).recipe)
@@ -263,8 +261,8 @@ def test_types_that_are_no_feature_are_left_out_aloud() -> None:
     assert all(f"type {values.type} is not an id, a number" in left_out[name] for name, values in spans.items())
 
 
-@pytest.mark.parametrize("stray", ["7", "nan", "", "yes"])
-@pytest.mark.parametrize("label", ["click", None])
+@looped("stray", ["7", "nan", "", "yes"])
+@looped("label", ["click", None])
 def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: str | None, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     labels = [str(i % 2) for i in range(50)]
@@ -278,7 +276,7 @@ def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: 
     assert "1 rows are neither 0 nor 1" in guess.reason
 
 
-@pytest.mark.parametrize("word", ["-Infinity", "inf"])
+@looped("word", ["-Infinity", "inf"])
 def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     prices = [f"{i}.25" for i in range(50)]
@@ -290,7 +288,7 @@ def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path)
         list(ColumnsSource(path, schema).chunks())
 
 
-@pytest.mark.parametrize("stored", ["text", "int", "csv"])
+@looped("stored", ["text", "int", "csv"])
 def test_a_label_made_of_values(stored: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     actions = random.integers(0, 4, N)

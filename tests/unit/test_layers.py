@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from loops import looped
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "hotrow"
@@ -100,7 +98,7 @@ def lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
-@pytest.mark.parametrize("name", ["embedding", "optim", *(p.stem for p in SOURCE.glob("run/checkpoint*.py"))])
+@looped("name", ["embedding", "optim", *(p.stem for p in SOURCE.glob("run/checkpoint*.py"))])
 def test_what_asks_a_placement_knows_none(name: str) -> None:
     path = next(path for path in MODULES if path.stem == name)
     below = {name for name in imported(parsed(path)) if name.startswith("placement")}
@@ -155,9 +153,7 @@ def torchs_sums(tree: ast.AST) -> set[str]:
     return found & set(SUMS.split())
 
 
-@pytest.mark.parametrize(
-    "text", ["x.sum(1)", "torch.bmm(x, y)", "from torch.nn.functional import softmax as s", "nn.Linear(3, 1)"]
-)
+@looped("text", ["x.sum(1)", "torch.bmm(x, y)", "from torch.nn.functional import softmax as s", "nn.Linear(3, 1)"])
 def test_torchs_sums_are_found(text: str) -> None:
     assert torchs_sums(ast.parse(text))
 
@@ -180,18 +176,9 @@ def test_comparisons_with_others_stay_out_of_the_package(path: Path) -> None:
 
 
 HEAVY = [
-    "tensorboard",
-    "torch.utils.tensorboard",
-    "plotly",
-    "sklearn",
-    "pandas",
-    "polars",
-    "pyarrow.dataset",
-    "jinja2",
-    "fbgemm_gpu",
-    "triton",
-    "optuna",
-]
+    "tensorboard", "torch.utils.tensorboard", "plotly", "sklearn", "pandas", "polars", "pyarrow.dataset", "jinja2",
+    "fbgemm_gpu", "triton", "optuna",
+]  # fmt: skip
 LEAN = """
 import os, sys, threading, torch
 threads, state, files = threading.active_count(), torch.get_rng_state(), set(os.listdir())

@@ -14,6 +14,7 @@ from hotrow.data.sources import leaks
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.schema import LabelSpec
+from loops import looped
 
 N = 4000
 LABEL = LabelSpec(column="click")
@@ -40,7 +41,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@looped("name", PLANTED)
 def test_planted_leaks_are_found_and_left_out(name: str) -> None:
     make, reason = PLANTED[name]
     guess = guess_columns(rows(**{name: make}), label="click", time="ts")
@@ -60,7 +61,7 @@ def test_a_name_of_the_row_is_left_out_whatever_it_is_called() -> None:
     assert "it names the row" in guess.of("")[0].reason
 
 
-@pytest.mark.parametrize("seed", range(10))
+@looped("seed", range(10))
 def test_honest_columns_are_not(seed: int) -> None:
     table = rows(
         seed,
@@ -73,7 +74,7 @@ def test_honest_columns_are_not(seed: int) -> None:
     assert find_leaks(table, LABEL, [name for name in table.column_names if name != "click"]).leaks == {}
 
 
-@pytest.mark.parametrize("name", ["criteo_terabyte_80k.tsv.gz", "criteo_terabyte_day0_10k.tsv.gz"])
+@looped("name", ["criteo_terabyte_80k.tsv.gz", "criteo_terabyte_day0_10k.tsv.gz"])
 def test_honest_files_have_none(name: str, real_data: Callable[[str], Path]) -> None:
     guess = guess_columns(real_data(name), label="c0")
     assert not [g for g in guess.of("") if "leak" in g.reason] and not guess.notes

@@ -74,7 +74,7 @@ def test_wide_ids_and_no_dense_columns(tmp_path: Path) -> None:
     assert batch.sparse.lengths.tolist() == [1, 1, 1, 1, 0, 2]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
@@ -176,7 +176,7 @@ def test_a_part_gathers_its_own_rows_alone(dataset: PackedDataset) -> None:
     assert {len(column) for column in rows._window} == {held} and held < 70
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+@looped("micro_batches", [1, 3, 4])
 def test_against_streams_written_out(tmp_path: Path, micro_batches: int) -> None:
     """docs/format.md, "The order of shuffled batches", with lists of row numbers."""
     split = write_dataset(tmp_path / "data", make_rows(1037)).split("train")

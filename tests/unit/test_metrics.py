@@ -19,6 +19,7 @@ from hotrow.objectives.binary import BinaryCrossEntropy, auc, entropy
 from hotrow.objectives.by_group import group_auc
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.squared_error import SquaredError
+from loops import looped
 
 
 def compute(scores: np.ndarray, labels: np.ndarray) -> dict:
@@ -40,7 +41,7 @@ def test_auc_against_every_pair(rows: list[tuple[int, bool]]) -> None:
     assert got == wins / (len(positives) * len(negatives))
 
 
-@pytest.mark.parametrize("ties", [False, True])
+@looped("ties", [False, True])
 def test_against_sklearn(ties: bool) -> None:
     rng = np.random.default_rng(5)
     labels = (rng.random(20_000) < 0.03).astype(np.float32)
@@ -93,7 +94,7 @@ def test_logloss_of_extreme_logits_is_exact() -> None:
     assert got["logloss"] == pytest.approx(100 / 3)
 
 
-@pytest.mark.parametrize("label", [0, 1])
+@looped("label", [0, 1])
 def test_one_class_is_reported_not_a_crash(label: int) -> None:
     got = compute(np.array([0.5, -1.0]), np.array([label, label]))
     assert math.isnan(got["auc"]) and math.isnan(got["ne"])
@@ -124,7 +125,7 @@ def test_entropy() -> None:
     assert entropy(0.0) == entropy(1.0) == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     ("scores", "labels", "message"),
     [
         ([0.0, math.nan], [0, 1], "1 of 2 scores are NaN or infinite"),

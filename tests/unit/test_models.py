@@ -15,6 +15,7 @@ from hotrow.data.sources.schema import load_schema
 from hotrow.models.dlrm import DLRMSpec
 from hotrow.models.layers import MLP, Linear, Network, linear
 from hotrow.models.spec import ModelSpec
+from loops import looped
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -54,7 +55,7 @@ def test_only_the_generator_decides_and_nothing_global_moves() -> None:
     assert not any(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@looped("bias", [True, False])
 def test_linear_module_against_torch(bias: bool) -> None:
     layer, twin = Linear(6, 5, generator=seeded(), bias=bias), nn.Linear(6, 5, bias=bias)
     twin.load_state_dict(layer.state_dict())
@@ -82,8 +83,8 @@ def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> t
     return z[:, 0]
 
 
-@pytest.mark.parametrize("num_dense", [0, 1, 4])
-@pytest.mark.parametrize("num_features", [1, 5])
+@looped("num_dense", [0, 1, 4])
+@looped("num_features", [1, 5])
 def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
     config = DLRMSpec(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
     model = built(config, num_dense=num_dense, feature_names=names(num_features), seed=3)
@@ -98,7 +99,7 @@ def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
     torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_dense", [0, 1, 4])
+@looped("num_dense", [0, 1, 4])
 def test_first_order_against_plain_torch(num_dense: int) -> None:
     model, without = (
         built(
@@ -160,7 +161,7 @@ def widths(mlp: nn.Module) -> list[int]:
     return [mlp.layers[0].in_features, *(layer.out_features for layer in mlp.layers)]  # type: ignore[union-attr, misc]
 
 
-@pytest.mark.parametrize("recipe", SHAPES)
+@looped("recipe", SHAPES)
 def test_recipes_have_the_shapes_of_the_papers_workloads(recipe: str) -> None:
     config, schema = load_config(RECIPES / f"{recipe}.yaml").model, SCHEMAS[recipe.split("-")[0]]
     model = built(config, num_dense=len(schema.dense), feature_names=schema.feature_names, seed=0)

@@ -248,7 +248,7 @@ def test_compiled_models_train_to_the_same_bits() -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "text"),
     [
         ({"feature_names": "user"}, r"feature_names is the text 'user'; pass a tuple of feature names, such as"),
@@ -272,8 +272,8 @@ def test_counts_of_numpy_are_integers() -> None:
     assert (type(config.num_embeddings), type(config.embedding_dim)) == (int, int) and table.num_embeddings == ROWS
 
 
-@pytest.mark.parametrize("bound", [None, 0.0])
-@pytest.mark.parametrize("num_rows", [1 << 50, 1 << 62])
+@looped("bound", [None, 0.0])
+@looped("num_rows", [1 << 50, 1 << 62])
 def test_tables_larger_than_memory_are_refused_with_the_figures(num_rows: int, bound: float | None) -> None:
     table = TableConfig(
         name="t", num_embeddings=num_rows, embedding_dim=16, feature_names=("f",), init=hotrow.Uniform(bound=bound)
@@ -384,7 +384,7 @@ def test_several_collections_resume_from_a_state_dict_and_a_checkpoint(tmp_path:
         assert all(same(rows_of(x), rows_of(y)) for x, y in zip(again, both, strict=True))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "text"),
     [
         (lambda: [], "was given no EmbeddingCollection"),
@@ -505,8 +505,8 @@ def test_a_cycle_of_momentum_needs_one() -> None:
             lr_scheduler.OneCycleLR(optimizer_class(EmbeddingCollection(tables("a")), lr=0.1), 0.1, total_steps=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@looped("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@looped("mode", ["sum", "mean"])
 def test_from_torch_and_back(mode: str, dtype: torch.dtype) -> None:
     bag = nn.EmbeddingBag(ROWS, DIM, mode=mode, dtype=dtype, include_last_offset=True)
     given = {"user": bag, "item": nn.Embedding.from_pretrained(torch.randn(4, 2), sparse=True)}
@@ -526,7 +526,7 @@ def test_from_torch_and_back(mode: str, dtype: torch.dtype) -> None:
     assert EmbeddingCollection.from_torch(nn.ModuleDict({"x": nn.Embedding(3, 2)})).feature_names == ("x",)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("module", "text"),
     [
         (lambda: nn.EmbeddingBag(4, 2, padding_idx=0), r"has padding_idx=0, .*: leave padding ids out of the bags"),

@@ -191,7 +191,7 @@ def test_allocate_refuses_what_no_machine_has() -> None:
         ops.allocate(1 << 50)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(5, 4, dtype=torch.float64), torch.zeros(4, 5).t()])
+@looped("bad", [torch.zeros(5, 4, dtype=torch.float64), torch.zeros(4, 5).t()])
 def test_arrays_must_be_contiguous_float32(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"array 1 is .*pass contiguous float32"):
         ops.Arrays([torch.zeros(5, 4), bad])
@@ -224,7 +224,7 @@ def test_dot_interaction_order_of_pairs() -> None:
     assert ops.dot_interaction(dense, pooled).tolist() == [[1.0, 0.0, *map(float, pairs)]]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("dense", "pooled"),
     [
         (torch.zeros(2, 3), torch.zeros(2, 4, 5)),

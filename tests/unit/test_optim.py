@@ -33,7 +33,7 @@ def train(emb: EmbeddingCollection, optimizer: torch.optim.Optimizer, steps: ran
         optimizer.step()
 
 
-@pytest.mark.parametrize(("optimizer_class", "shape"), [(Adagrad, (10, 3)), (RowWiseAdagrad, (10,))])
+@looped(("optimizer_class", "shape"), [(Adagrad, (10, 3)), (RowWiseAdagrad, (10,))])
 def test_state_is_one_sum_per_element_or_row(optimizer_class: type, shape: tuple[int, ...]) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1, initial_accumulator_value=0.25)
@@ -53,8 +53,8 @@ def fbgemm_row_wise(w: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, *, l2:
     w -= (0.1 / (h.sqrt() + 1e-10))[:, None] * grad
 
 
-@pytest.mark.parametrize("l2", [0.0, 0.3])
-@pytest.mark.parametrize("optimizer_class", [Adagrad, RowWiseAdagrad, Adam])
+@looped("l2", [0.0, 0.3])
+@looped("optimizer_class", [Adagrad, RowWiseAdagrad, Adam])
 def test_l2_against_torch_and_lazily(optimizer_class: type, l2: float) -> None:
     """Of rows that are all looked up, a step is torch's with weight_decay; rows that are not stay as they are."""
     emb = make()
@@ -77,7 +77,7 @@ def test_l2_against_torch_and_lazily(optimizer_class: type, l2: float) -> None:
     assert torch.equal(emb.weights["a"][6:], before[6:])
 
 
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("optimizer_class", ALL)
 def test_one_group_per_table_with_its_name(optimizer_class: type) -> None:
     emb = make(lr_scale=3.0)
     optimizer = optimizer_class(emb, lr=0.1)
@@ -96,7 +96,7 @@ def test_each_table_has_its_own_rate() -> None:
     assert (emb.weights["b"][2] < -0.5).all()
 
 
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("optimizer_class", ALL)
 def test_step_consumes_and_zero_grad_drops(optimizer_class: type) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1)
@@ -149,7 +149,7 @@ def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type, dtype: Dtyp
         assert all(state.dtype == torch.float32 and torch.equal(state, theirs[name]) for name, state in mine.items())
 
 
-@pytest.mark.parametrize(("optimizer_class", "name"), [(Adagrad, "sum"), (RowWiseAdagrad, "sum"), (Adam, "exp_avg_sq")])
+@looped(("optimizer_class", "name"), [(Adagrad, "sum"), (RowWiseAdagrad, "sum"), (Adam, "exp_avg_sq")])
 def test_loading_keeps_the_state_in_place(optimizer_class: type, name: str) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1)
@@ -204,8 +204,8 @@ def test_a_rate_that_is_no_longer_finite_changes_nothing(optimizer_class: type, 
         assert all(torch.equal(after["state"][k][name], array) for name, array in arrays.items())
 
 
-@pytest.mark.parametrize("optimizer_class", ADAPTIVE)
-@pytest.mark.parametrize("name", ["eps", "initial_accumulator_value"])
+@looped("optimizer_class", ADAPTIVE)
+@looped("name", ["eps", "initial_accumulator_value"])
 def test_eps_and_initial_value_must_not_be_negative(optimizer_class: type, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or a positive number"):
         optimizer_class(make(), lr=0.1, **{name: -1})
@@ -244,7 +244,7 @@ def test_ftrl_starts_from_the_initial_rows_and_l1_makes_zeros() -> None:
     assert emb.weights["a"][1].tolist() == [0.0, 0.0, 0.0] and emb.weights["a"][3].all()
 
 
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])
+@looped("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])
 def test_betas_must_be_shares(betas: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"Adam: betas are .*; both must lie in \[0, 1\)"):
         Adam(make(), betas=betas)
@@ -296,7 +296,7 @@ def upper(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@looped("weight_decay", [0.0, 0.1])
 def test_split_sgd_against_torch_sgd(weight_decay: float) -> None:
     """The same gradients: w follows torch's to a rounding a step, and the parameters are its upper halves."""
     ours, theirs = dense(), dense()
@@ -409,10 +409,8 @@ def rates(steps: int, lr: float, **options: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("warmup", "start", "decay"), [(0, 0, 0), (7, 7, 0), (0, 4, 6), (5, 5, 9), (5, 12, 10), (1, 1, 1)]
-)
-@pytest.mark.parametrize("base", [0.1, 1e-6])
+@looped(("warmup", "start", "decay"), [(0, 0, 0), (7, 7, 0), (0, 4, 6), (5, 5, 9), (5, 12, 10), (1, 1, 1)])
+@looped("base", [0.1, 1e-6])
 def test_against_the_reference_dlrm(warmup: int, start: int, decay: int, base: float) -> None:
     options = {"warmup_steps": warmup, "decay_steps": decay} | ({"decay_start_step": start} if decay else {})
     expected = [reference_lr(step, base, warmup, start, decay) for step in range(40)]

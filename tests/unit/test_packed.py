@@ -52,7 +52,7 @@ def dataset(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> PackedDatas
     return write_dataset(tmp_path_factory.mktemp("packed") / "data", rows)
 
 
-@pytest.mark.parametrize("append_rows", [1, 77, 100, 300, 5000])
+@looped("append_rows", [1, 77, 100, 300, 5000])
 def test_round_trip(tmp_path: Path, rows: Rows, append_rows: int) -> None:
     write_dataset(tmp_path / "data", rows, append_rows=append_rows)
     dataset = PackedDataset.open(tmp_path / "data", verify="full")
@@ -193,7 +193,7 @@ def interrupted_at(folder: Path, rows: Rows, stop: int) -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("stop", [0, 299, 300, 731, 1037])
+@looped("stop", [0, 299, 300, 731, 1037])
 def test_an_interrupted_writer_goes_on(tmp_path: Path, rows: Rows, stop: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted_at(tmp_path / "data", rows, stop)
@@ -330,7 +330,7 @@ def test_names_and_sizes_the_writer_refuses(tmp_path: Path) -> None:
         PackedWriter(tmp_path / "data", make_info(), rows_per_block=0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "message"),
     [
         ({"dense": (DenseColumn("x"), DenseColumn("x"))}, "dense column name 'x' is used twice"),
@@ -360,7 +360,7 @@ def test_a_schema_of_the_wrong_types() -> None:
         DatasetInfo(name="x", features=(Feature("a", "a"),), tables=(Table("a", 1),), unknown=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("kinds", [["binary"], ["number"], ["binary", "number"], ["binary", "binary"]])
+@looped("kinds", [["binary"], ["number"], ["binary", "number"], ["binary", "binary"]])
 def test_labels_are_a_matrix(kinds: list[Any], tmp_path: Path) -> None:
     rows = make_rows(250)
     labels = np.stack([rows.label, np.linspace(-3, 1e6, 250, dtype=np.float32)], axis=1)
@@ -379,7 +379,7 @@ def test_labels_are_a_matrix(kinds: list[Any], tmp_path: Path) -> None:
     assert batches[0].label.shape == ((64, len(kinds)) if len(kinds) > 1 else (64,)) and len(batches[-1]) == 250 % 64
 
 
-@pytest.mark.parametrize(("kind", "value"), [("binary", 0.5), ("number", np.nan), ("number", np.inf)])
+@looped(("kind", "value"), [("binary", 0.5), ("number", np.nan), ("number", np.inf)])
 def test_a_label_that_is_not_of_its_kind_is_refused(kind: Any, value: float, tmp_path: Path) -> None:
     rows, info = make_rows(20), replace(make_info(), labels=(Label("y", kind),))
     rows.label[7] = value

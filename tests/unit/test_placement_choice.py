@@ -21,6 +21,7 @@ from hotrow.setup import memory as placement
 from hotrow.setup import memory as room
 from hotrow.setup.demand import accesses_of, demands_of, required_bytes
 from hotrow.tables import WHOLE, Births, TableConfig
+from loops import looped
 
 TABLES = [
     TableConfig(name="large", num_embeddings=1_000_000, embedding_dim=16, feature_names=("a", "b")),
@@ -81,13 +82,13 @@ def test_three_tiers(tmp_path: Path) -> None:
             config({**tiers, **wrong})
 
 
-@pytest.mark.parametrize("memory", ["dram", {"dram": "1GiB"}])
+@looped("memory", ["dram", {"dram": "1GiB"}])
 def test_more_than_there_is_is_refused_with_the_shortfall(memory: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"take 122\.\d MiB of DRAM, 22\.\d MiB more than the 100\.0 MiB this"):
         choose(config(memory), TABLES, tmp_path)
 
 
-@pytest.mark.parametrize("counted", [False, True])
+@looped("counted", [False, True])
 def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted: bool) -> None:
     choose = partial(placement.choose, dataset=Counted() if counted else None)  # type: ignore[arg-type]
     message = r"table 'large' would keep [\d,]+ rows, but a step may look up 100,000 .*MiB more are needed"
@@ -166,7 +167,7 @@ def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     assert scored is not None and scored.plan is None
 
 
-@pytest.mark.parametrize(
+@looped(
     ("kind", "what"),
     [("tmpfs", "is memory"), *((name, "is on a network file system") for name in ("nfs4", "smb3", "fuse.glusterfs"))],
 )
@@ -184,7 +185,7 @@ def test_what_is_no_disk_is_refused_by_name(
     assert choose(config({"file": str(tmp_path)}), TABLES, tmp_path) is not None
 
 
-@pytest.mark.parametrize("below", [False, True])
+@looped("below", [False, True])
 def test_a_folder_that_is_a_file_is_refused_by_its_field(tmp_path: Path, below: bool) -> None:
     (tmp_path / "taken").write_text("mine")
     path = str(tmp_path / "taken" / "deeper" if below else tmp_path / "taken")

@@ -13,6 +13,7 @@ import torch
 import hotrow
 from hotrow.placement.budget import METADATA_BYTES, MIN_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
 from hotrow.setup.divide import CountsPlan, TableUse, _sizes, expected_hits, flight_floors, plan_by_counts, solve
+from loops import looped
 
 
 def draw_uses(
@@ -86,7 +87,7 @@ def pareto(choices: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(60))
 def test_against_brute_force(seed: int) -> None:
     """Slots that all cost the same: not one hit less than the best of all cuts. Else less than a piece."""
     rng = np.random.default_rng(seed)
@@ -153,7 +154,7 @@ def zipf_counts(num_rows: int, exponent: float, total: float) -> np.ndarray:
     return weights / weights.sum() * total
 
 
-@pytest.mark.parametrize(("pinned", "cached"), [(0, 150), (0, 400), (11, 150), (5, 600), (11, 0), (2000, 0)])
+@looped(("pinned", "cached"), [(0, 150), (0, 400), (11, 150), (5, 600), (11, 0), (2000, 0)])
 def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> None:
     lookups, num_rows = 64, 2000
     counts = zipf_counts(num_rows, 1.05, lookups)
@@ -173,7 +174,7 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
     )
 
 
-@pytest.mark.parametrize(("pinned", "cached"), [(0, 30), (11, 100), (0, 900)])
+@looped(("pinned", "cached"), [(0, 30), (11, 100), (0, 900)])
 def test_expected_hits_of_batches_in_flight_against_a_simulation(pinned: int, cached: int) -> None:
     """Rows of the four batches before a batch are still there, in slots of the cache or beside it."""
     lookups, num_rows, depth = 128, 4000, 4
@@ -268,7 +269,7 @@ def test_rows_that_are_never_used_are_not_pinned() -> None:
     assert slots.pinned <= 3000 <= sum(slots)
 
 
-@pytest.mark.parametrize("depth", [0, 4, 20])
+@looped("depth", [0, 4, 20])
 def test_batches_in_flight_have_slots(depth: int) -> None:
     """Of a table whose rows are all alike, and that would get none for its hits."""
     rng = np.random.default_rng(depth)
@@ -281,7 +282,7 @@ def test_batches_in_flight_have_slots(depth: int) -> None:
         assert steep.pinned > 0.5 * sum(steep)
 
 
-@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+@looped("batches", [1, 2, 3, 5])
 def test_where_not_all_batches_in_flight_fit_as_many_as_do(batches: int) -> None:
     """Of rows that are all alike, half are pinned where nothing is kept for batches, of 512 lookups each."""
     demand, counts = TableDemand("t", 100_000, 260), np.full(100_000, 0.00512)
@@ -316,7 +317,7 @@ def test_large_tables_are_quick() -> None:
     assert 0.5 < expected_hits([use], [slots]) / use.rows_per_step < 1
 
 
-@pytest.mark.parametrize(
+@looped(
     ("counts", "message"),
     [
         (np.ones(9), r"counts are \(9,\), the table has 10 rows"),
@@ -367,7 +368,7 @@ def misses_per_step(
     return (after - before) / 200, emb.placement.slots, overflown
 
 
-@pytest.mark.parametrize("parts", [10, 32])
+@looped("parts", [10, 32])
 def test_misses_against_the_best_that_any_fixed_set_of_rows_does(tmp_path: Path, parts: int) -> None:
     """Real ones, by the caches' own counters, of batches looked ahead to."""
     rates = {
@@ -415,7 +416,7 @@ def test_a_collection_follows_its_plan(tmp_path: Path) -> None:
         assert torch.equal(emb.float32(name), plain.weights[name])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("slots", "message"),
     [
         ([(0, 100)], "slots for 1 tables; there are 2"),

@@ -24,24 +24,16 @@ from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.options import NAMES, ReadOptions
 from hotrow.data.sources.schema import parse_schema
+from loops import looped
 from raw_rows import read
 
 N = 400
 SMALL = {"batch_size": 64, "epochs": 1, "embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1}
 TOLD: dict[str, Any] = {
-    "label": "click",
-    "objective": "squared_error",
-    "weight": "paid",
-    "time": "seen",
-    "time_format": "%d/%m/%Y",
-    "categorical": ["age"],
-    "dense": ["level"],
-    "lists": ["tags"],
-    "text": ["zip"],
-    "exclude": ["note"],
-    "null_values": ["-"],
-    "skip_bad_rows": 1,
-}
+    "label": "click", "objective": "squared_error", "weight": "paid", "time": "seen", "time_format": "%d/%m/%Y",
+    "categorical": ["age"], "dense": ["level"], "lists": ["tags"], "text": ["zip"], "exclude": ["note"],
+    "null_values": ["-"], "skip_bad_rows": 1,
+}  # fmt: skip
 """Every option, each with an effect on `logs`."""
 
 
@@ -53,14 +45,9 @@ def logs(tmp_path: Path) -> Path:
         rows.writerow(["click", "seen", "age", "level", "tags", "zip", "note", "item", "paid"])
         for i in range(N):
             numbers = [
-                i % 50,
-                i % 3,
-                "a|b" if i % 2 else "c",
-                f"{i % 40}",
-                f"n{i % 9}",
-                "-" if i % 5 else f"i{i % 7}",
+                i % 50, i % 3, "a|b" if i % 2 else "c", f"{i % 40}", f"n{i % 9}", "-" if i % 5 else f"i{i % 7}",
                 1 + i % 2,
-            ]
+            ]  # fmt: skip
             rows.writerow(["" if i == 7 else draw.integers(2), f"{1 + i // 40:02}/02/2024", *numbers])
     return tmp_path / "logs.csv"
 
@@ -133,7 +120,7 @@ def test_one_missing_label_is_passed_by_what_the_error_proposes(
     command("fit", logs, *flags(told), flag[0], "1", *small)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("told", "message"),
     [
         ({"exclude": ["note"], "dense": ["note"]}, "column 'note' is listed in dense and in exclude"),

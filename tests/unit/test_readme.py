@@ -5,7 +5,6 @@ import re
 import runpy
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 import yaml
 
 import hotrow.api
-from browser import Browser
 from hotrow.data.sources.options import NAMES
 
 pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
@@ -89,20 +87,6 @@ def test_the_python_reference_has_every_public_name_and_what_its_docstring_says(
     html = (site / "docs" / "api.html").read_text()
     for name in names:
         assert f'<h3 id="{name.lower()}' in html
-
-
-def test_search_finds_an_option_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
-    with Browser(tmp_path) as browser:
-        browser.open(site / "index.html")
-        browser.run("document.querySelector('[data-md-component=search-query]').focus()")
-        browser.call("Input.insertText", text="write_budget")
-        browser.call("Input.dispatchKeyEvent", type="keyUp", key="t")
-        links = "[...document.querySelectorAll('[data-md-component=search-result] a')].map(link => link.href).join()"
-        deadline, found = time.monotonic() + 120, ""
-        while "docs/config.html" not in found and time.monotonic() < deadline:
-            time.sleep(0.1)
-            found = browser.run(links)
-        assert "docs/config.html" in found and not browser.errors, (found, browser.errors)
 
 
 def test_versions_agree() -> None:

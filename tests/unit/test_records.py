@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass
 
 from hotrow.base.records import STRICT, Count, Document, write_sealed
+from loops import looped
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -54,7 +55,7 @@ def test_any_flipped_byte_and_any_cut_is_refused(tmp_path: Path) -> None:
             DOCUMENT.read(path)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "message"),
     [
         ({"pages": [1, "2"]}, r"pages\.1 is '2': it must be a whole number; write it again"),

@@ -14,6 +14,7 @@ from hotrow.run import restart
 from hotrow.run.folder import RUN, RunFolder, SilentFolder
 from hotrow.run.restart import how_to_go_on, launch_of, restart_folder
 from hotrow.run.runs import threads
+from loops import looped
 
 CONFIG = make_config({"data": "data/criteo"})
 
@@ -111,7 +112,7 @@ def test_how_to_go_on(torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch) -> No
     assert how_to_go_on(Path("runs/a")) == command
 
 
-@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
+@looped("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
 def test_a_process_without_ranks_trains_alone(environ: dict[str, str]) -> None:
     with joined(environ) as comm:
         assert (comm.rank, comm.size, comm.ranks.micro_batches) == (0, 1, 1)
@@ -123,7 +124,7 @@ def test_an_environment_that_names_no_place_to_meet() -> None:
         pass
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "num_processes", "wanted"),
     [(None, 1, 3), (None, 2, 4), (None, 3, 2), (None, 16, 1), ("1", 2, 4), ("1", 1, 3), ("3", 2, 3)],
 )
@@ -167,18 +168,8 @@ def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
 def test_every_method_that_writes_is_silent() -> None:
     """A new one has to be thought of: those that only read, or call others, are named here."""
     reading = {
-        "facts",
-        "commands",
-        "checkpoints",
-        "encoder",
-        "create",
-        "begin",
-        "open",
-        "warn",
-        "fail",
-        "count_shown",
-        "is_training",
-        "options",
-    }
+        "facts", "commands", "checkpoints", "encoder", "create", "begin", "open", "warn", "fail", "count_shown",
+        "is_training", "options",
+    }  # fmt: skip
     public = {name for name in vars(RunFolder) if not name.startswith("_")}
     assert public - reading <= set(vars(SilentFolder))

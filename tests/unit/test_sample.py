@@ -74,13 +74,8 @@ def as_orc(table: pa.Table, path: Path) -> None:
 
 
 FORMATS: dict[str, Callable[[pa.Table, Path], None]] = {
-    "feather": as_feather,
-    "orc": as_orc,
-    "csv": as_csv,
-    "csv.gz": as_gzip,
-    "jsonl": as_json,
-    "parquet": as_parquet,
-}
+    "feather": as_feather, "orc": as_orc, "csv": as_csv, "csv.gz": as_gzip, "jsonl": as_json, "parquet": as_parquet,
+}  # fmt: skip
 
 
 def sample_of(data: object) -> Sample:
@@ -143,7 +138,7 @@ def test_members_that_come_late_are_columns_to_prepare(tmp_path: Path) -> None:
     assert "new" in schema.feature_names and num_rows == 20_050
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
+@looped("suffix", FORMATS)
 def test_a_small_table_is_its_sample(suffix: str, tmp_path: Path) -> None:
     for part in range(3):
         FORMATS[suffix](late(200 + part, first=50), tmp_path / f"{part}.{suffix}")
@@ -181,7 +176,7 @@ def test_what_is_wrong_is_named_with_its_line_in_the_file(tmp_path: Path) -> Non
         sample_of(path)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@looped("suffix", ["csv", "jsonl"])
 def test_rows_that_exceed_memory_are_read_from_disk(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +186,7 @@ def test_rows_that_exceed_memory_are_read_from_disk(
     assert sample_of(tmp_path / f"x.{suffix}").rows.equals(held)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@looped("suffix", ["csv", "jsonl", "parquet"])
 def test_a_column_that_some_files_lack_is_missing_there(suffix: str, tmp_path: Path) -> None:
     """Whichever file comes first; one line says which files lack what."""
     old, new = late(300).drop_columns("new"), late(300, first=0)

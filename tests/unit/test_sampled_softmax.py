@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotrow.objectives.sampled_softmax import STRETCH, SampledSoftmax
+from loops import looped
 
 
 def by_loops(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def drawn(num_samples: int, num_items: int, seed: int) -> tuple[Tensor, Tensor]:
     return outputs, torch.stack([label, item.double(), torch.log(share / share.sum())[item]], dim=1)
 
 
-@pytest.mark.parametrize(("num_samples", "num_items"), [(1, 3), (2, 1), (40, 12), (64, 900), (STRETCH + 3, 50)])
+@looped(("num_samples", "num_items"), [(1, 3), (2, 1), (40, 12), (64, 900), (STRETCH + 3, 50)])
 def test_loss_and_gradients_against_loops(num_samples: int, num_items: int) -> None:
     outputs, labels = drawn(num_samples, num_items, seed=num_samples)
     mine, theirs = outputs.clone().requires_grad_(), outputs.clone().requires_grad_()

@@ -126,13 +126,9 @@ def test_every_field_is_documented() -> None:
     text = DOCS.read_text()
     for section, model in words.SECTIONS.items():
         prefix = {
-            "dense": "dense[].",
-            "categorical": "categorical[].",
-            "tables": "tables.<name>.",
-            "expire": "tables.<name>.expire.",
-            "transforms": "transforms[].<name>.",
-            "statistics": "statistics[].",
-        }.get(section, f"{section}.")
+            "dense": "dense[].", "categorical": "categorical[].", "tables": "tables.<name>.",
+            "expire": "tables.<name>.expire.", "transforms": "transforms[].<name>.", "statistics": "statistics[].",
+        }.get(section, f"{section}.")  # fmt: skip
         for name in model.model_fields:
             if section in ("dense", "categorical") and name == "column":
                 continue

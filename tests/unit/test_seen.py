@@ -1,12 +1,12 @@
 """What stands out in scored rows: far more than validation had, and never what chance explains."""
 
 import numpy as np
-import pytest
 
 from hotrow.data.seen import MIN_COUNT, Seen, is_far_more, usual_range
+from loops import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     ("count", "num", "usual", "usual_num", "wanted"),
     [
         (2000, 2000, 60, 2000, True),

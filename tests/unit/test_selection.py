@@ -3,18 +3,18 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from sklearn.metrics import log_loss
 
 from hotrow.objectives import OBJECTIVES
 from hotrow.run.selection import NUM_PARTS, losses_of_parts, step_to_stop_at
+from loops import looped
 
 
 def line(step: int, losses: Any) -> dict[str, Any]:
     return {"kind": "eval", "split": "val", "step": step, "losses": list(losses)}
 
 
-@pytest.mark.parametrize("num_rows", [1, 40, 1000])
+@looped("num_rows", [1, 40, 1000])
 def test_losses_of_parts_are_means_of_log_losses(num_rows: int) -> None:
     generator = np.random.default_rng(0)
     outputs, labels = generator.normal(size=num_rows).astype(np.float32), generator.random(num_rows) < 0.4
@@ -27,7 +27,7 @@ def test_losses_of_parts_are_means_of_log_losses(num_rows: int) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("worse", "step"), [(-0.1, 30), (0.4, 30), (0.6, 10), (3.0, 10)])
+@looped(("worse", "step"), [(-0.1, 30), (0.4, 30), (0.6, 10), (3.0, 10)])
 def test_a_later_step_counts_if_it_is_within_half_a_standard_error(worse: float, step: int) -> None:
     generator = np.random.default_rng(1)
     best, noise = generator.random(NUM_PARTS), generator.normal(size=NUM_PARTS)

@@ -45,7 +45,7 @@ def test_numbers_of_rows_against_dealing_them_out(num_rows: int, num_ranks: int,
     assert ((homes >= 0) & (homes < num_ranks)).all()
 
 
-@pytest.mark.parametrize(("dim", "owners"), [(8, (0, 1)), (19, (2, 0, 1)), (5, (3, 1)), (64, (0, 1, 2)), (7, (2,))])
+@looped(("dim", "owners"), [(8, (0, 1)), (19, (2, 0, 1)), (5, (3, 1)), (64, (0, 1, 2)), (7, (2,))])
 def test_columns_are_cut_into_blocks_in_the_order_of_owners(dim: int, owners: tuple[int, ...]) -> None:
     shard, every = Shard(kind="table", owner=owners, exchange="pooled"), np.arange(12)
     shard.check("t", 12, dim, 4)
@@ -67,7 +67,7 @@ def test_tables_side_by_side() -> None:
         assert getattr(division, name)(tables, rows).tolist() == each.tolist()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("shard", "text"),
     [
         (Shard(prefix=8), "table 'user': 8 rows are to be replicated, and it has 7: choose 0 to that"),
@@ -118,7 +118,7 @@ def test_numbers_of_few_bits_against_torch(wire_dtype: WireDtype, size: int, sca
         assert torch.equal(found, numbers if wire_dtype == "fp32" else numbers.bfloat16().float())
 
 
-@pytest.mark.parametrize("wire_dtype", ["bf16", "fp16"])
+@looped("wire_dtype", ["bf16", "fp16"])
 def test_what_is_not_finite_stays_so(wire_dtype: WireDtype) -> None:
     numbers = torch.tensor([float("inf"), -2.0, float("-inf"), 0.0, float("nan")])
     found = widen(torch.cat(narrow([numbers], wire_dtype)), 5, wire_dtype)

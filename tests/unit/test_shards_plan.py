@@ -51,8 +51,8 @@ def config(**parallel: Any) -> Any:
     return make_config({"data": "d", "train": {"batch_size": BATCH}, "parallel": parallel})
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@looped("num_ranks", [2, 3, 4, 8])
+@looped("dtype", ["float32", "float16"])
 def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
     """Every row and sum that crosses the wire, counted one by one over drawn batches."""
     own, rng, steps = table("item", 100_000, dtype=dtype), np.random.default_rng(1), 60
@@ -77,7 +77,7 @@ def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
     assert dtype != "float32" or predicted.split_bytes <= predicted.replicated_bytes, "copies never save bytes"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@looped("num_ranks", [2, 3, 4])
 def test_small_tables_are_replicated_and_others_dealt_out(num_ranks: int) -> None:
     found = shards_of(config(), TABLES, dataset(), num_ranks)
     assert found == {
@@ -128,7 +128,7 @@ def test_an_unknown_table_is_refused() -> None:
         shards_of(config(sharding={"zz": "row"}), TABLES, dataset(), 2)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5])
+@looped("share", [0.001, 0.01, 0.1, 0.5])
 def test_hot_rows_are_those_with_most_accesses(share: float) -> None:
     tables = TABLES[2:]
     found = hot_prefixes(tables, dataset(), share)
@@ -158,8 +158,8 @@ def test_hot_rows_of_tables_that_are_split() -> None:
         shards_of(config(hot_rows=0.1), TABLES, dataset({}), 4)
 
 
-@pytest.mark.parametrize(("jagged", "num_rows"), [(False, 900), (True, 900), (True, (1 << 31) + 1)])
-@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
+@looped(("jagged", "num_rows"), [(False, 900), (True, 900), (True, (1 << 31) + 1)])
+@looped("wire_dtype", ["fp32", "bf16"])
 def test_bytes_of_bags_and_vectors_against_messages(jagged: bool, num_rows: int, wire_dtype: WireDtype) -> None:
     """Bags and vectors as pooled.py packs them, on three ranks of ten samples; each of them may be the owner."""
     own, rng, sent, num_ids = table("item", num_rows), np.random.default_rng(2), 0, 0
@@ -183,7 +183,7 @@ def long_bags(*num_rows: int) -> tuple[list[TableConfig], Any]:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@looped("num_ranks", [2, 3, 4])
 def test_tables_with_long_bags_go_to_owners_that_pool(num_ranks: int) -> None:
     tables, data = long_bags(*(100_000,) * 12)
     found = shards_of(config(), tables, data, num_ranks)
@@ -276,7 +276,7 @@ def test_exchanges_that_are_asked_for() -> None:
     assert [found[f"t{k}"].exchange for k in range(4)] == ["pooled", "rows", "rows", "rows"], "t3 alone is uneven"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("asked", "text"),
     [
         ({"exchange": {"users": "rows"}}, r"parallel\.exchange names the table 'users', .* did you mean 'user'\?"),

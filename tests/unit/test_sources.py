@@ -8,13 +8,9 @@ import pytest
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.criteo import CriteoSource
-from hotrow.data.sources.registry import (
-    AVAZU_COLUMNS,
-    looks_like_avazu,
-    looks_like_taobao,
-    open_source,
-)
+from hotrow.data.sources.registry import AVAZU_COLUMNS, looks_like_avazu, looks_like_taobao, open_source
 from hotrow.data.sources.schema import parse_schema
+from loops import looped
 from raw_rows import read
 
 
@@ -43,7 +39,7 @@ def test_an_unknown_behaviour_is_a_bad_row(tmp_path: Path) -> None:
     assert "UserBehavior.csv:3" in source.skipped.examples[1]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("label", "message"),
     [
         ({"negative": ["pv"]}, "'negative' needs 'positive'"),
@@ -114,7 +110,7 @@ def test_avazu_test_file_has_no_label(tmp_path: Path) -> None:
         open_source("avazu", path)
 
 
-@pytest.mark.parametrize("source", ["auto", "avazu", "taobao", "csv"])
+@looped("source", ["auto", "avazu", "taobao", "csv"])
 def test_a_file_cut_short_is_named_whoever_looks_at_it_first(source: str, tmp_path: Path) -> None:
     path = tmp_path / "ratings.csv.gz"
     rows = "userId,movieId,rating,timestamp\n" + "1,2,3,4\n" * 999
@@ -123,8 +119,8 @@ def test_a_file_cut_short_is_named_whoever_looks_at_it_first(source: str, tmp_pa
         open_source(source, path)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("bad", ["1e999,u1,1", "0.5,u1,7", "0.5,u1"])
+@looped("end", ["\n", "\r\n"])
+@looped("bad", ["1e999,u1,1", "0.5,u1,7", "0.5,u1"])
 def test_lines_are_those_of_an_editor(bad: str, end: str, tmp_path: Path) -> None:
     schema = parse_schema({"label": "click", "dense": ["price"], "categorical": ["user"]}, where="s")
     lines = ["", "price,user,click", "0.5,u1,0", "", "", '0.5,"a', 'b",1', "0.5,u3,1", "", bad, "0.5,u1,1", "", bad, ""]

@@ -17,6 +17,7 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare import encoder, spill
 from hotrow.data.prepare.encoder import EncoderPool, TableEncoder
 from hotrow.data.prepare.spill import CounterPool
+from loops import looped
 
 
 def chunk(seed: int, n: int = 1000, num_ids: int = 3000) -> Keys:
@@ -89,9 +90,9 @@ def coded_chunks() -> list[tuple[CodedKeys, np.ndarray]]:
     return chunks
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 20, 1])
-@pytest.mark.parametrize("hash_cap", [0, 50])
-@pytest.mark.parametrize("num_features", [1, 2])
+@looped("memory_bytes", [1 << 20, 1])
+@looped("hash_cap", [0, 50])
+@looped("num_features", [1, 2])
 def test_codes_count_as_the_text_they_stand_for(
     tmp_path: Path, num_features: int, hash_cap: int, memory_bytes: int
 ) -> None:

@@ -12,6 +12,7 @@ from hotrow.data.sources.split import (
     reference_plan,
     sample_mask,
 )
+from loops import looped
 from prepare_data import plan_of
 
 
@@ -37,7 +38,7 @@ def test_samples_nest_and_do_not_follow_the_split() -> None:
     assert train[small].mean() == pytest.approx(0.8, abs=0.03)
 
 
-@pytest.mark.parametrize("num_rows", [14, 70, 76, 100, 45_840_617])
+@looped("num_rows", [14, 70, 76, 100, 45_840_617])
 def test_reference_plan_against_array_split(num_rows: int) -> None:
     """The reference cuts with divmod and numpy.array_split; so does this test, on row numbers."""
     share, extra = divmod(num_rows, 7)
@@ -95,6 +96,6 @@ def test_one_time_for_all_rows_is_refused() -> None:
         histogram.plan((0.8, 0.1, 0.1))
 
 
-@pytest.mark.parametrize("plan", [RandomPlan(1, (0.8, 0.1, 0.1)), TimePlan((-5, 7)), RangePlan((6, 7))])
+@looped("plan", [RandomPlan(1, (0.8, 0.1, 0.1)), TimePlan((-5, 7)), RangePlan((6, 7))])
 def test_plans_survive_json(plan) -> None:
     assert plan_of(plan_to_json(plan)) == plan

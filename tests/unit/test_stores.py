@@ -51,7 +51,7 @@ def test_padding_is_reported(tmp_path: Path) -> None:
         assert store.padded_record_bytes == 512
 
 
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@looped("kind", FILE_KINDS)
 def test_a_hundred_gigabytes_are_made_and_opened_at_once(tmp_path: Path, kind: Kind) -> None:
     rows, path = table_rows(num_rows=200_000_000), tmp_path / "large"
     start = time.perf_counter()
@@ -75,7 +75,7 @@ def places(rows: TableRows, kind: Kind, sector: int) -> list[int]:
     return [4096 + row // rows_of_sector * sector + row % rows_of_sector * length for row in range(rows.num_rows)]
 
 
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@looped("kind", FILE_KINDS)
 def test_rows_are_found_again_and_lie_where_the_layout_says(tmp_path: Path, kind: Kind) -> None:
     path, rows = tmp_path / "t", table_rows(num_rows=1500, record_bytes=100)
     with open_store(rows, kind=kind, path=path, engines=Engines(io="threads")) as store:
@@ -88,7 +88,7 @@ def test_rows_are_found_again_and_lie_where_the_layout_says(tmp_path: Path, kind
         assert read_rows(store, [5, 6, 999, 1499])[:, 0].tolist() == [3, 0, 3, 4]
 
 
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@looped("kind", FILE_KINDS)
 def test_a_store_that_is_dropped_writes(tmp_path: Path, kind: Kind) -> None:
     store = open_store(table_rows(), kind=kind, path=tmp_path / "t", engines=Engines(io="threads"))
     write_rows(store, [1])
@@ -118,7 +118,7 @@ def test_a_store_that_is_discarded_drops_what_waits(tmp_path: Path, io: str) -> 
         assert read_rows(again, list(range(5000))).all()
 
 
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@looped("kind", FILE_KINDS)
 def test_a_folder_that_takes_no_file(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         open_store(table_rows(), kind=kind, path=tmp_path / "absent" / "t")

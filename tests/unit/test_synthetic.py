@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, sigmoid
-from benchmarks.synthetic_config import (
-    SyntheticConfig,
-    SyntheticDense,
-    SyntheticTable,
-    criteo_terabyte,
-)
+from benchmarks.synthetic_config import SyntheticConfig, SyntheticDense, SyntheticTable, criteo_terabyte
 from hotrow.data.chunk import Chunk, Position
 from hotrow.data.sources.clicks import SCHEMA, SIZES, make_clicks
 from hotrow.data.sources.schema import parse_schema

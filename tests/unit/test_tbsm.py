@@ -15,6 +15,7 @@ from hotrow.kernels import ops
 from hotrow.models.tbsm import TBSM, TBSMSpec
 from hotrow.optim import SGD
 from hotrow.run.build import look_up
+from loops import looped
 from plain_tbsm import PlainTBSM
 
 DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}
@@ -93,8 +94,8 @@ def padded(ids: dict[str, Tensor], lengths: Sequence[int], *, filler: int) -> di
 LENGTHS = [3, 0, 6, 1, 6, 2, 0, 5]
 
 
-@pytest.mark.parametrize("num_dense", [0, 2])
-@pytest.mark.parametrize("filler", [0, 4])
+@looped("num_dense", [0, 2])
+@looped("filler", [0, 4])
 def test_against_plain_torch(num_dense: int, filler: int) -> None:
     embedding = make_embedding()
     model = make_model(embedding, num_dense=num_dense)
@@ -184,7 +185,7 @@ def test_batches_it_refuses() -> None:
         score(jagged(ids, [2, 3], user=[1, 2]))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("names", "message"),
     [
         (["user", "item"], "needs a history, a feature such as 'item_history' beside 'item'; the data has user, item"),

@@ -28,6 +28,7 @@ from hotrow.kernels import ops
 from hotrow.placement.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
 from hotrow.placement.stores import StoreError
 from hotrow.run.storage import describe
+from loops import looped
 
 NUM_ROWS = 3000
 pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads")
@@ -56,36 +57,31 @@ def emb(tmp_path: Path) -> EmbeddingCollection:
     return make(tmp_path / "kept")
 
 
-@pytest.mark.parametrize("dram", ["", "2 parsecs", "much", "-1GiB", "1e9", "0x10", "1.2.3GiB", "nan", "inf"])
+@looped("dram", ["", "2 parsecs", "much", "-1GiB", "1e9", "0x10", "1.2.3GiB", "nan", "inf"])
 def test_sizes_that_are_not_understood(tmp_path: Path, dram: str) -> None:
     with pytest.raises(ValueError, match="is not understood; write a number and a unit, such as 2GiB or 500MB"):
         Memory(dram=dram, ssd=tmp_path)
 
 
-@pytest.mark.parametrize("dram", [0, -5, "0", "0 GiB", 2.5, None, True, b"2GiB"])
+@looped("dram", [0, -5, "0", "0 GiB", 2.5, None, True, b"2GiB"])
 def test_sizes_that_are_none(tmp_path: Path, dram: Any) -> None:
     with pytest.raises(ValueError, match=r"Memory: dram is .*; it must be a positive number of bytes, such as '2GiB'"):
         Memory(dram=dram, ssd=tmp_path)
 
 
-@pytest.mark.parametrize(
+@looped(
     "folders",
     [
-        {},
-        {"ssd": "a", "file": "b"},
-        {"ssd": ""},
-        {"file": ""},
-        {"ssd": "a", "file_bytes": 9},
-        {"file": "a", "file_bytes": 9},
-        {"ssd": "a", "file": "", "file_bytes": 9},
+        {}, {"ssd": "a", "file": "b"}, {"ssd": ""}, {"file": ""}, {"ssd": "a", "file_bytes": 9},
+        {"file": "a", "file_bytes": 9}, {"ssd": "a", "file": "", "file_bytes": 9},
     ],
-)
+)  # fmt: skip
 def test_one_folder_is_named_or_three_tiers(folders: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"ssd is .*, file is .* and file_bytes is .*; name exactly one folder, or"):
         Memory(dram="1GiB", **folders)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, b"1GiB"])
+@looped("size", [0, -1, True, 1.5, b"1GiB"])
 def test_a_middle_tier_has_a_size(size: Any) -> None:
     with pytest.raises(ValueError, match=r"file_bytes is .*; it must be a positive number of bytes"):
         Memory(dram="1GiB", ssd="a", file="b", file_bytes=size)
@@ -93,15 +89,15 @@ def test_a_middle_tier_has_a_size(size: Any) -> None:
         Memory(dram="1GiB", ssd="a", io="aio")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])
+@looped("memory", ["disk", 3, {"dram": "1GiB"}])
 def test_memory_of_another_kind(memory: Any) -> None:
     tables = [TableConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=("a",))]
     with pytest.raises(ValueError, match=r"memory is .*; pass None or 'dram' \(all rows in DRAM\), hotrow.Memory or"):
         EmbeddingCollection(tables, memory=memory)
 
 
-@pytest.mark.parametrize("kind", ["ssd", "file", "middle"])
-@pytest.mark.parametrize("below", [False, True])
+@looped("kind", ["ssd", "file", "middle"])
+@looped("below", [False, True])
 def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None:
     (tmp_path / "taken").write_text("mine")
     path = tmp_path / "taken" / "deeper" if below else tmp_path / "taken"
@@ -113,7 +109,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path, kind: str, below: bool) -> None
     assert (tmp_path / "taken").read_text() == "mine"
 
 
-@pytest.mark.parametrize("kind", ["ssd", "file"])
+@looped("kind", ["ssd", "file"])
 def test_a_folder_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """/proc takes files from nobody, not even from root."""
     path = Path("/proc/self/fdinfo")
@@ -134,7 +130,7 @@ def test_a_file_system_without_locks_is_refused_by_name(monkeypatch: pytest.Monk
     assert list((tmp_path / "rows").iterdir()) == []
 
 
-@pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31, 2**40])
+@looped("num_rows", [2**31 - 1, 2**31, 2**40])
 def test_a_table_of_too_many_rows(tmp_path: Path, num_rows: int) -> None:
     table = TableConfig(name="vast", num_embeddings=num_rows, embedding_dim=1, feature_names=("x",))
     with pytest.raises(ValueError, match=r"table 'vast' has [\d,]+ rows; .*fewer than 2,147,483,647: hash its ids"):
@@ -355,7 +351,7 @@ def test_batches_of_another_kind(emb: EmbeddingCollection) -> None:
             list(hotrow.lookahead([batch_of(0), item, batch_of(2)], emb))  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@looped("depth", [0, 2])
 def test_no_batch_is_taken_for_the_end(tmp_path: Path, depth: int) -> None:
     """Without tiers nobody looks at the batches, and one that is None is as good as any other."""
     batches = [batch_of(0), None, batch_of(2)]

@@ -96,7 +96,7 @@ def test_age_is_a_difference(pairs: list[tuple[int, int]]) -> None:
     np.testing.assert_array_equal(Transform("age")(later, earlier), [*(a - b for a, b in pairs), np.nan, np.nan])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("transform", "text"),
     [
         (Transform("log1p_clip0"), "log1p_clip0"),
@@ -110,7 +110,7 @@ def test_the_recorded_form_reads_back(transform: Transform, text: str) -> None:
     assert Transform.parse(text) == transform
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         "sqrt", "", "identity(", "identity(1)", "a.b", "standardize(mean=x)", "standardize(mean=1, med=2)", "0",

@@ -31,6 +31,7 @@ from hotrow.plan.alternatives import decided, groups, try_alternatives
 from hotrow.plan.decision import decision_of
 from hotrow.run import runs, trainer
 from hotrow.run.build import build
+from loops import looped
 from rank_pool import RankPool
 
 TIERS = {"dram": "70KiB", "force": True}
@@ -146,7 +147,7 @@ def test_of_large_tables_a_part_is_made(data: Path, tmp_path: Path, monkeypatch:
     assert f"the first {found.made_share:.1%} of the rows on disk" in "\n".join(lines_of(plan))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@looped("share", [0.0, 0.4, 1.0])
 def test_the_first_rows_of_a_share_exist(data: Path, tmp_path: Path, share: float) -> None:
     setup = decided(config_file(data, tmp_path, memory=TIERS))
     parts = build(setup)
@@ -255,7 +256,7 @@ def test_a_name_that_is_wrong_costs_no_round(data: Path, tmp_path: Path, monkeyp
         try_alternatives(config_file(data, tmp_path), [["train.thread=1"]])
 
 
-@pytest.mark.parametrize("text", ["train.threads", "threads 2", "=3"])
+@looped("text", ["train.threads", "threads 2", "=3"])
 def test_an_alternative_that_changes_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write NAME=VALUE"):
         groups([text])
@@ -271,7 +272,7 @@ def test_it_plans_what_the_tables_have(data: Path, tmp_path: Path) -> None:
     tiers.close()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("train", "share"),
     [({"epochs": 1}, 1.0), ({"epochs": 4}, 0.25), ({"epochs": 4, "max_steps": 188}, 0.5), ({"max_steps": 3}, 1.0)],
 )

@@ -17,6 +17,7 @@ from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import Schema, load_schema, parse_schema
+from loops import looped
 from raw_rows import read
 from sampled import sampled
 
@@ -43,7 +44,7 @@ def write(path: Path, columns: dict[str, list[Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@looped("suffix", [".csv", ".jsonl", ".parquet"])
 def test_missing_is_missing_in_every_format(suffix: str, tmp_path: Path) -> None:
     n = len(LOST)
     columns = {
@@ -80,7 +81,7 @@ def test_a_user_says_which_texts_are_missing() -> None:
     assert read(ColumnsSource(frame, schema_of(csv={"null_values": ["", "-"]})))["item"] == ["NA", None, None]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("cells", "spec", "want"),
     [
         (["$1,234.50", "$-3", "-$0.5", "$ 12", "7"], {"thousands": ",", "unit": "$"}, [1234.5, -3, -0.5, 12, 7]),
@@ -100,18 +101,13 @@ def test_numbers_as_people_write_them(cells: list[str], spec: dict[str, str], wa
     assert rows["dense"] == [[np.float32(value)] for value in want]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("cell", "spec"),
     [
-        ("1.234,5", {"thousands": ","}),
-        ("1,2345", {"thousands": ","}),
-        ("12", {"unit": "%"}),
-        ("€5", {"unit": "$"}),
-        ("1,234", {}),
-        ("$5", {}),
-        ("1 2", {"decimal": ","}),
+        ("1.234,5", {"thousands": ","}), ("1,2345", {"thousands": ","}), ("12", {"unit": "%"}), ("€5", {"unit": "$"}),
+        ("1,234", {}), ("$5", {}), ("1 2", {"decimal": ","}),
     ],
-)
+)  # fmt: skip
 def test_a_number_against_its_columns_rule_is_odd(cell: str, spec: dict[str, str]) -> None:
     frame = pa.table({"y": [0], "price": [cell], "item": ["i"], "code": ["1"]})
     with pytest.raises(RowError, match=rf"\(price\): {re.escape(repr(cell))} is not"):
@@ -132,7 +128,7 @@ def amounts(n: int, form: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
+@looped(
     ("form", "before", "after", "spec"),
     [
         ("plain", "", "", {}),
@@ -160,7 +156,7 @@ def test_the_guess_finds_how_numbers_are_written(form: str, before: str, after: 
     assert (values[~np.isnan(values)] == truth[~np.isnan(values)]).all()
 
 
-@pytest.mark.parametrize(
+@looped(
     "cells",
     [
         ["007", "012"], ["10.0.0.1", "192.168.1.10"], ["1.10.2", "2.0.13"], ["555-1234", "555-9876"],
@@ -206,7 +202,7 @@ def with_cell(values: list[str], **cells: str) -> list[str]:
     return [cells.get(f"_{i}", value) for i, value in enumerate(values)]
 
 
-@pytest.mark.parametrize("cell", ["NA", "n.a.", ""])
+@looped("cell", ["NA", "n.a.", ""])
 def test_one_cell_does_not_change_a_column(cell: str, tmp_path: Path) -> None:
     columns = logs()
     path = write(tmp_path / "x.csv", {**columns, "price": with_cell(columns["price"], _77=cell)})
@@ -221,7 +217,7 @@ def test_one_cell_does_not_change_a_column(cell: str, tmp_path: Path) -> None:
         assert any(f"{path}:79 (price): 'n.a.'" in line for line in said), "the row and the value are named"
 
 
-@pytest.mark.parametrize(("cell", "form"), [("", "int"), ("soon", "iso"), ("NaN", "float"), ("x", "float")])
+@looped(("cell", "form"), [("", "int"), ("soon", "iso"), ("NaN", "float"), ("x", "float")])
 def test_one_row_without_a_time_is_left_out_and_the_split_is_by_time(cell: str, form: str, tmp_path: Path) -> None:
     forms = {
         "int": [f"{1_700_000_000 + 7 * i}" for i in range(N)],
@@ -302,7 +298,7 @@ def test_counts_do_not_depend_on_chunks(tmp_path: Path) -> None:
     assert {name: odd["cells"] for name, odd in summary["odd"].items()} == {"price": 2, "ts": 3}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("pair", "label"),
     sampled(
         ["no yes", "No Yes", "N Y", "f t", "False True", "false true", "-1 1", "0.0 1.0"], [None, "click"], pairs=False
@@ -325,7 +321,7 @@ def test_labels_of_minus_one_and_one_in_a_frame() -> None:
         assert read(ColumnsSource(frame, guess_columns(frame).schema()))["label"] == [0, 1, 1] * 100
 
 
-@pytest.mark.parametrize(
+@looped(
     ("values", "want"),
     [
         (["clicked"] * 8 + ["not clicked"] * 2, "clicked"),
@@ -350,7 +346,7 @@ def test_one_and_two_are_a_label_by_rule_only() -> None:
         guess_columns(frame, label="click")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@looped("suffix", [".csv", ".jsonl", ".parquet"])
 def test_predict_reads_cells_as_prepare_does(suffix: str, tmp_path: Path) -> None:
     columns = logs()
     draw = np.random.default_rng(4)

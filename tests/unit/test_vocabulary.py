@@ -16,6 +16,7 @@ from hotrow.data import reference
 from hotrow.data.chunk import Keys
 from hotrow.data.native import Counter, hash_keys, merge_runs
 from hotrow.data.packed.vocabulary import Vocabulary, build_vocabulary, open_counts
+from loops import looped
 
 STRINGS = [b"red", b"green", b"red", b"", b"red", b"green", b"blue and long enough for two words"]
 
@@ -169,7 +170,7 @@ def test_every_flipped_byte_is_refused(keys: Keys, tmp_path: Path) -> None:
             whole[at] ^= 0x10
 
 
-@pytest.mark.parametrize("name", ["v", "c"])
+@looped("name", ["v", "c"])
 def test_every_truncation_is_refused(name: str, tmp_path: Path) -> None:
     build(tmp_path, strings(STRINGS))
     path, opener = tmp_path / name, {"v": Vocabulary.open, "c": open_counts}[name]
@@ -194,7 +195,7 @@ def forge(path: Path, section: int, change: object) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("section", "name", "change"),
     [
         (0, "directory", lambda raw: b"\xff" * 4 + raw[4:]),
@@ -218,7 +219,7 @@ def test_a_file_changed_after_opening_is_refused(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "v").read_bytes())
     raw[found.header.sections[2].offset] ^= 1
     (tmp_path / "v").write_bytes(raw)
-    with pytest.raises(ValueError, match="its section rows .* does not match its checksum"):
+    with pytest.raises(ValueError, match=r"its section rows .* does not match its checksum"):
         found.load()
 
 
@@ -276,7 +277,7 @@ def test_hash_against_python_integers() -> None:
         assert int(reference.fmix64(np.array([x], np.uint64))[0]) == y ^ y >> 33
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+@looped("piece_bytes", [1, 100, 1 << 20])
 def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a dictionary: integers of either sign come back from their hashes, texts from their bytes."""
     numbers = [0, -1, 2**63 - 1, -(2**63), 7919, 7919, *range(-300, 300, 7)]
