@@ -17,11 +17,10 @@ However rows are cut into parts, the bytes are the same. `pipeline.py` has one p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,15 +73,13 @@ def pieces(schema: Schema, plan: SplitPlan, chunks: Iterator[tuple[Chunk, NDArra
 class Fit:
     """Ids by how often training rows have them, their statistics of the label, moments and hours; empty at first.
 
-    folder, memory_bytes, executor: of the counters, as for `CounterPool`. part: the place of the rows among the parts.
+    folder, counters: as for `CounterPool`. part: the place of the rows among the parts.
     A fit pickles after `counters.write_out()`, if `folder` is on a disk that the other process sees.
     """
 
-    def __init__(
-        self, opened: OpenedSource, folder: Path, *, memory_bytes: int, executor: Executor | None = None, part: int = 0
-    ) -> None:
+    def __init__(self, opened: OpenedSource, folder: Path, *, part: int = 0, **counters: Any) -> None:
         self._schema = schema = opened.schema
-        self.counters = CounterPool(folder, memory_bytes=memory_bytes, executor=executor, part=part)
+        self.counters = CounterPool(folder, part=part, **counters)
         for table in schema.table_names:
             for feature in schema.features_of(table):
                 cap = schema.table(table).hash_cap or 0

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,7 @@ class Stages:
             self._rows = self._read()
             plan = self.plan_by(self._rows.times)
             if self.work.results.tables is None:
-                self._count(plan, executor)
+                self._count(plan, executor=executor, threads=threads)
             return self._encode(plan, executor)
 
     def _read(self) -> Rows:
@@ -335,10 +336,9 @@ class Stages:
         """Yields rows with their splits and folds."""
         return pieces(self._schema, plan, self._open.enter_context(closing(prefetch(chunks))))
 
-    def _count(self, plan: SplitPlan, executor: Executor) -> None:
+    def _count(self, plan: SplitPlan, **threads: Any) -> None:
         """Counts the training rows; writes vocabularies, counts, statistics and transforms."""
-        memory_bytes = self._memory_bytes
-        fit = Fit(self._opened, self.work.folder / COUNTS, memory_bytes=memory_bytes, executor=executor)
+        fit = Fit(self._opened, self.work.folder / COUNTS, memory_bytes=self._memory_bytes, **threads)
         with fit.counters:
             for piece in self._pieces(plan, "count"):
                 fit.add(piece)
@@ -356,10 +356,11 @@ class Stages:
             self._base.check_is_later(last_time_s)
             self._base.check_is_no_earlier_day(self.info, checksums)
         self._save_statistics(fit.statistics)
+        build = partial(self._build, fit.counters, built)
         is_day = self._base is not None and self._base.dataset is not None
         self.work.save(
             transforms=self._base.transforms if self._base is not None and is_day else fit.transforms(),
-            tables={name: self._build(fit.counters, name, built) for name in self._schema.table_names},
+            tables=fit.counters.each(build) if self._base is None else {t: build(t) for t in self._schema.table_names},
             hours=fit.hours.found(),
             last_time_s=last_time_s,
             checksums=checksums,
@@ -391,7 +392,7 @@ class Stages:
         folds += self._base is not None and folds > 1
         return Statistics.load(self._schema, self.work.folder / BY_FOLD, num_folds=folds, cure=CURE)
 
-    def _build(self, counters: CounterPool, table: str, built: Mapping[str, TableSummary] | None) -> Table:
+    def _build(self, counters: CounterPool, built: Mapping[str, TableSummary] | None, table: str) -> Table:
         """Writes the vocabulary and counts of a table, if they are not built; returns its record for dataset.json."""
         self._check_stop()
         out, spec = self.work.out, self._schema.table(table)

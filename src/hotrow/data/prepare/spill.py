@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ MAX_RUNS = 64
 RUN_SUFFIX = ".run"
 PART_BITS = 40
 """A part has fewer new ids than 2^40; the builder takes numbers below 2^63."""
+
+
+Built = TypeVar("Built")
 
 
 @dataclass
@@ -80,16 +83,19 @@ def _occurrences(
 class CounterPool:
     """Counts the keys of many tables, together within `memory_bytes`; what does not fit goes to `folder`.
 
-    Leaving the `with` block empties the folder. executor: its threads count, each table in one thread at a time. If
+    Leaving the `with` block empties the folder. executor: its `threads` count, each table in one thread at a time. If
     None, the caller's thread counts; the counts are the same. part: the place of the rows among those that other pools
     count, in folders of their own: ids of an earlier part were seen first.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None, part: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, memory_bytes: int, executor: Executor | None = None, threads: int = 1, part: int = 0
+    ) -> None:
         remove(folder)
         make_folder(folder)
         self.folder, self.memory_bytes, self._order = folder, memory_bytes, part << PART_BITS
         self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
+        self._at_once = 1 if executor is None else threads
         self.num_spills = 0
         """Counters written out because the budget was reached, for the report."""
         self._tables: dict[str, _TableCounts] = {}
@@ -144,7 +150,11 @@ class CounterPool:
         for counts in self._tables.values():
             if counts.counter.num_keys or counts.counter.num_missing:
                 self._spill(counts)
-        self._map = map
+        self._map, self._at_once = map, 1
+
+    def each(self, build: Callable[[str], Built]) -> dict[str, Built]:
+        """What `build`, which calls the pool's own, makes of each table; several tables are built at a time."""
+        return dict(zip(self._tables, self._map(build, self._tables), strict=True))
 
     def merge(self, other: CounterPool) -> None:
         """Takes what another pool has written out, in its folder."""
@@ -163,7 +173,7 @@ class CounterPool:
     ) -> TableSummary:
         """Writes the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
 
-        Uses the memory that the other tables' counters leave. Counting may continue afterwards.
+        Uses its share of the memory that the other tables' counters leave. Counting may continue afterwards.
         """
         counts = self._tables[table]
         if counts.counter.num_keys or counts.counter.num_missing:
@@ -176,7 +186,7 @@ class CounterPool:
                 key_kind=counts.kind,
                 hash_cap=counts.hash_cap,
                 min_count=min_count,
-                memory_bytes=self.memory_bytes - self.num_bytes,
+                memory_bytes=(self.memory_bytes - self.num_bytes) // self._at_once,
                 tmp_dir=self.folder,
             )
 
