@@ -1,4 +1,7 @@
-"""Native code that only benchmarks use, compiled for this machine at its first use with CXX, or c++."""
+"""Native code that only benchmarks use, compiled for this machine at its first use with CXX, or c++.
+
+What lies in benchmarks/native needs nanobind, which also builds hotrow: `pip install nanobind==3.1.0`.
+"""
 
 from __future__ import annotations
 
