@@ -109,9 +109,18 @@ def test_a_bad_line_is_named_and_counted(
         "hotrow.data.sources.jsonlines.ESTIMATE_BYTES", 100
     )  # the bad line is not among those that name columns
     options: dict[str, Any] = {"label": "click", "split": "random"}
-    with pytest.raises(ValueError, match=rf"x\.jsonl:32: .*{re.escape(reason)}"):
+    with pytest.raises(ValueError, match=rf"x\.jsonl:32( \(user\))?: .*{re.escape(reason)}"):
         run_prepare("jsonl", tmp_path / "x.jsonl", tmp_path / "a", **options)
     made = run_prepare("jsonl", tmp_path / "x.jsonl", tmp_path / "b", skip_bad_rows=1, **options)
+    assert sum(split.num_rows for split in made.info.splits.values()) == 60
+
+
+def test_a_member_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    deep: list[Any] = [1, [1, 2], [[1], [2]], [{"x": 1}], "x", None]
+    lines = (json.dumps({"click": i % 2, "user": i % 5, "more": {"deep": deep[i % 6]}}) for i in range(60))
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    schema = parse_schema({"label": "click", "categorical": ["user"], "split": {"kind": "random"}}, where="test")
+    made = run_prepare("jsonl", tmp_path / "x.jsonl", tmp_path / "out", schema=schema)
     assert sum(split.num_rows for split in made.info.splits.values()) == 60
 
 

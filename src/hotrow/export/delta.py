@@ -47,7 +47,7 @@ from hotrow.base.files import (
 )
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
-from hotrow.data.chunk import Keys, keys_from_arrow, keys_to_arrow
+from hotrow.data.chunk import keys_from_arrow, keys_to_arrow
 from hotrow.data.native import hash_keys, stores_bytes
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
 from hotrow.export import export as whole
@@ -272,11 +272,7 @@ def _entries(own: Vocabulary) -> Iterator[pa.Table]:
 
 def _hashed(table: pa.Table) -> pa.Table:
     """Returns the ids of a table with the hashes of their keys."""
-    return table.append_column("hash", pa.array(hash_keys(_keys(table))))
-
-
-def _keys(table: pa.Table) -> Keys:
-    return keys_from_arrow(table["key"].combine_chunks())
+    return table.append_column("hash", pa.array(hash_keys(keys_from_arrow(table["key"].combine_chunks()))))
 
 
 class _Rising:
@@ -524,11 +520,9 @@ def _merge(path: Path, ids: Path, table: Any, change: TableChange) -> bool:
     num_keys, missing_row = int(about["num_keys"]), int(about["missing_row"])
     summary = TableSummary(int(table["num_embeddings"]), num_keys, missing_row, num_keys, change.accesses)
     stored = stores_bytes(own.key_kind, own.header.hash_cap)
-    pieces = (
-        Entries(each["hash"].to_numpy(), each["row"].to_numpy(), _keys(each) if stored else None)
-        for each in _merged(own, ids)
-        if len(each)
-    )
+    ids_of = (lambda each: keys_from_arrow(each["key"].combine_chunks())) if stored else (lambda _: None)
+    merged = (each for each in _merged(own, ids) if len(each))
+    pieces = (Entries(each["hash"].to_numpy(), each["row"].to_numpy(), ids_of(each)) for each in merged)
     write_vocabulary(_beside(path), pieces, summary, key_kind=own.key_kind, hash_cap=own.header.hash_cap)
     return Vocabulary.open(_beside(path), verify="header").id == change.vocabulary
 

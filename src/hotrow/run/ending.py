@@ -35,8 +35,7 @@ def finish(training: Training) -> None:
     _warn_of(training, [doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
     if training.writes_files:
         _count_columns(training)
-    # The run that trains after a selection is looked at itself, if it has rows to be judged by.
-    is_final = training.folder.path.name != SELECTION or "test" not in judged
+    is_final = training.folder.path.name != SELECTION or "test" not in judged  # else the next run is looked at
     if judged and training.parts.items is None and is_final:
         _look_at_scores(training, *list(judged.items())[-1])
     training.folder.update(

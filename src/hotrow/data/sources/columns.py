@@ -136,8 +136,7 @@ class ColumnsSource:
             raise ValueError(f"{path}: column {double[0]!r} is also the `into` of a transform; rename one of them")
         self._columns, self._keep = self._wanted_columns(), tuple(keep)
         if absent := [name for name in keep if name not in self.column_names]:
-            there = ", ".join(self.column_names)
-            raise ValueError(f"column {absent[0]!r} to keep is not there; columns: {there}")
+            raise ValueError(f"column {absent[0]!r} to keep is not there; columns: {', '.join(self.column_names)}")
         self._reader.check_drift(self._columns + self._keep)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
         for name, (made, inputs) in self._computed.items():

@@ -86,10 +86,12 @@ class JsonReader:
                 for name in record.keys() - self._kinds.keys():
                     if (value := record[name]) is not None:
                         self._kinds[name] = pa.list_(pa.string()) if isinstance(value, list) else pa.string()
-                self._check(record)
             except ValueError as error:
                 bad.append(RowError(file=file.name, line=number, reason=str(error)))
                 continue
+            for name, reason in [*self._misfits(record)]:  # a bad row for those alone who read this member
+                bad.append(RowError(file=file.name, line=number, name=name, reason=reason))
+                record[name] = None
             records.append(record)
             lines.append(number)
         read = {name: self._column([r.get(name) for r in records], kind) for name, kind in self._kinds.items()}
@@ -132,14 +134,14 @@ class JsonReader:
         items, splits, _ = lists(column, None)
         return pa.ListArray.from_arrays(pa.array(splits, pa.int32()), as_texts(items))
 
-    def _check(self, record: dict[str, Any]) -> None:
-        """Raises ValueError for arrays where none fits."""
+    def _misfits(self, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yields members with arrays where none fits, and why."""
         for name, value in record.items():
             if isinstance(value, list) and name in self._kinds and not self._halves:
                 if not pa.types.is_list(self._kinds[name]):
-                    raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
-                if any(isinstance(item, list | dict) for item in value):
-                    raise ValueError(f"member {name!r} has an array or an object within its array")
+                    yield name, f"member {name!r} is an array here, and one value in the first lines"
+                elif any(isinstance(item, list | dict) for item in value):
+                    yield name, f"member {name!r} has an array or an object within its array"
 
 
 def text_lines(file: InputFile) -> Iterator[tuple[int, bytes]]:

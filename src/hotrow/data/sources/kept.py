@@ -78,9 +78,14 @@ class KeptReader(TableReader):
             if block.end <= first:
                 continue
             batch, lines, mixed = self._read(block, columns)
+            faults = [error for error in block.bad if error.name is None or error.name in columns]
+            good = ~np.isin(lines, [error.line for error in faults if error.name is not None])
+            if not good.all():
+                batch, lines = batch.filter(pa.array(good)), lines[good]
+                mixed = {name: own.filter(pa.array(good)) for name, own in mixed.items()}
             keep = int(np.searchsorted(lines, first + header_lines, side="right"))
             batch, lines = batch.slice(keep), lines[keep:]
-            bad = [error for error in block.bad if error.line > first + header_lines]
+            bad = [error for error in faults if error.line > first + header_lines]
             starts = range(0, len(batch), rows_per_batch) or ([0] if bad else [])
             for start in starts:
                 part = lines[start : start + rows_per_batch]
