@@ -6,6 +6,7 @@ Renames are where state becomes durable, so between any two of them a kill finds
 forked before any thread exists. It prints JSON: hashes of an undisturbed run, and per kill of the continued one.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -25,15 +26,14 @@ KILL_PREPARE = "import json, kill_prepare; print(json.dumps(kill_prepare.main())
 
 def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before") -> None:
     """Prepare; SIGKILL at the `kill_at`-th rename, or never. Writes the number of renames to `<out>.renames`."""
-    count, rename = 0, Path.replace
+    numbers, rename = itertools.count(1), Path.replace
 
     def counted(path: Path, target: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == kill_at and when == "before":
+        number = next(numbers)  # several threads rename
+        if number == kill_at and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         result = rename(path, target)
-        if count == kill_at:
+        if number == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -47,7 +47,7 @@ def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before")
     else:
         opened = open_source("parquet", logs, schema=SCHEMA)
     prepare(opened, out, options)
-    out.with_suffix(".renames").write_text(str(count))
+    out.with_suffix(".renames").write_text(str(next(numbers) - 1))
 
 
 def in_child(*args: Any) -> int:

@@ -444,7 +444,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     assert prepare(open_source("parquet", logs, schema=SCHEMA), tmp_path / "out", Options(overwrite=True)).info.splits
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_killed_at_any_rename_and_continued_gives_the_same_bytes(tmp_path: Path, num_kills: int) -> None:
     logs = write_parquet(tmp_path / "logs", make_rows(1500))
     done = run_forked(KILL_PREPARE, logs, tmp_path, num_kills, timeout_s=300)
