@@ -34,7 +34,7 @@ from hotrow.data.prepare.encoder import RowEncoder, TableEncoder
 from hotrow.data.prepare.fit import EncodedRows, Fit, build_table, by_split, pieces, with_statistics
 from hotrow.data.prepare.pipeline import Options, begin
 from hotrow.data.prepare.rows import Ingested, Rows, Spans, ingest
-from hotrow.data.prepare.statistics import Statistics
+from hotrow.data.prepare.statistics import Statistics, num_folds
 from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import load_schema
 from hotrow.data.sources.split import SplitPlan, TimeHistogram
@@ -77,7 +77,9 @@ def encode(
     encoder = RowEncoder(rows.schema, [Transform.parse(column.transform) for column in info.dense], tables)
     found = pieces(rows.schema, plan, rows.chunks_of(spans))
     if rows.schema.statistics:
-        own = Statistics(rows.schema) if before is None else Statistics.load(rows.schema, before, cure="start again")
+        own = Statistics(rows.schema, strict=True)
+        if before is not None:
+            own = Statistics.load(rows.schema, before, strict=True, cure="start again")
         found = with_statistics(found, of_all, own)
     return [split for piece in found for split in by_split(piece, *encoder(piece.chunk))]
 
@@ -103,7 +105,7 @@ def prepare(opened: OpenedSource, out: Path, run: Run, options: Options, *, memo
         stages.take(known)
         plan, cuts = stages.plan_by(lambda: times), rows.cut(cut, by_time=stages.by_time)
         tasks = ((spans, i, folder / "counts" / str(i)) for i, spans in enumerate(cuts))
-        befores = [folder / f"before-{i}" for i in range(1, len(cuts))] if stages.by_time else []
+        befores = [folder / f"before-{i}" for i in range(1, len(cuts))] if num_folds(schema) == 1 else []
         fit = merge(run(count, (opened, plan, rows, memory), tasks), befores)
         built = run(build_table, (fit.counters, schema, out), ((table,) for table in schema.table_names))
         stages.keep(fit, dict(zip(schema.table_names, built, strict=True)))

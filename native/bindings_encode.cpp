@@ -15,6 +15,7 @@
 #include "hotrow/encode_hash.h"
 #include "hotrow/encode_parse.h"
 #include "hotrow/encode_vocabulary.h"
+#include "hotrow/value_counts.h"
 
 using namespace nb::literals;
 
@@ -110,20 +111,62 @@ size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Array<uint32_t> counts, 
   return count_codes(codes.data(), codes.shape(0), mask_begin, counts.data(), appeared.data());
 }
 
-void before_count(In<uint64_t> hashes, int bits, In<bool> labels, In<bool> trains, Matrix<uint32_t> before,
-                  std::optional<Matrix<const uint32_t>> after, std::optional<Matrix<uint32_t>> out) {
+const uint8_t* bytes_of(const In<bool>& flags, size_t size) {
+  require(flags.shape(0) == size, "flags must have one entry per hash");
+  return reinterpret_cast<const uint8_t*>(flags.data());
+}
+
+const uint8_t* folds_of(const Maybe<uint8_t>& folds, size_t size, size_t num_folds) {
+  require(!folds || folds->shape(0) == size, "folds must have one entry per hash");
+  bool inside = true;
+  for (size_t i = 0; folds && i < size; ++i) inside &= folds->data()[i] < num_folds;
+  require(inside, "folds must be below the number of folds");
+  return data_or_null(folds);
+}
+
+void values_add(ValueCounts& values, In<uint64_t> hashes, In<bool> labels, In<bool> counted, Maybe<uint8_t> folds) {
   const size_t n = hashes.shape(0);
-  require(labels.shape(0) == n && trains.shape(0) == n, "labels and trains must have one entry per hash");
-  require(bits >= 1 && bits <= 32, "bits must be between 1 and 32");
-  const size_t slots = size_t{1} << bits;
-  require(before.shape(0) == slots && before.shape(1) == 2, "before must be [2^bits, 2]");
-  require(after.has_value() == out.has_value(), "pass both after and out, or neither");
-  require(!after || (after->shape(0) == slots && after->shape(1) == 2), "after must be [2^bits, 2]");
-  require(!out || (out->shape(0) == n && out->shape(1) == 2), "out must be [hashes, 2]");
+  const uint8_t *label_data = bytes_of(labels, n), *counted_data = bytes_of(counted, n);
+  const uint8_t* fold_data = folds_of(folds, n, values.num_folds());
   nb::gil_scoped_release unlocked;
-  count_before(hashes.data(), n, bits, reinterpret_cast<const uint8_t*>(labels.data()),
-               reinterpret_cast<const uint8_t*>(trains.data()), before.data(), after ? after->data() : nullptr,
-               out ? out->data() : nullptr);
+  values.add(hashes.data(), n, label_data, counted_data, fold_data);
+}
+
+void values_put(ValueCounts& values, In<uint64_t> hashes, Matrix<const uint32_t> counts, size_t first_fold, int zeros) {
+  const size_t n = hashes.shape(0), num_folds = counts.shape(1) / 2;
+  require(counts.shape(0) == n && counts.shape(1) % 2 == 0 && first_fold + num_folds <= values.num_folds(),
+          "counts must be [hashes, 2 folds]");
+  require(zeros >= 0 && zeros < 64, "zeros must be between 0 and 63");
+  nb::gil_scoped_release unlocked;
+  values.put(hashes.data(), n, num_folds, counts.data(), first_fold, zeros);
+}
+
+void values_get(const ValueCounts& values, In<uint64_t> hashes, Maybe<bool> own, Maybe<uint8_t> folds,
+                Matrix<uint32_t> out) {
+  const size_t n = hashes.shape(0);
+  require(own.has_value() == folds.has_value(), "pass both own and folds, or neither");
+  require(out.shape(0) == n && out.shape(1) == 2, "out must be [hashes, 2]");
+  const uint8_t *own_data = own ? bytes_of(*own, n) : nullptr, *fold_data = folds_of(folds, n, values.num_folds());
+  nb::gil_scoped_release unlocked;
+  values.get(hashes.data(), n, own_data, fold_data, out.data());
+}
+
+void values_before(ValueCounts& values, In<uint64_t> hashes, In<bool> labels, In<bool> trains, Maybe<int64_t> times,
+                   const ValueCounts& after, Matrix<uint32_t> out) {
+  const size_t n = hashes.shape(0);
+  require(!times || times->shape(0) == n, "times must have one entry per hash");
+  require(values.num_folds() == 1 && after.num_folds() == 1, "counts in the order of time have one fold");
+  require(out.shape(0) == n && out.shape(1) == 2, "out must be [hashes, 2]");
+  const uint8_t *label_data = bytes_of(labels, n), *train_data = bytes_of(trains, n);
+  nb::gil_scoped_release unlocked;
+  values.before(hashes.data(), n, label_data, train_data, data_or_null(times), after, out.data());
+}
+
+void values_items(const ValueCounts& values, Array<uint64_t> hashes, Matrix<uint32_t> counts) {
+  const size_t n = values.size();
+  require(hashes.shape(0) == n && counts.shape(0) == n && counts.shape(1) == 2 * values.num_folds(),
+          "hashes must be [values], counts [values, 2 folds]");
+  values.items(hashes.data(), counts.data());
 }
 
 void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint32_t> counts, Maybe<uint8_t> bytes,
@@ -231,8 +274,18 @@ void bind_encode(nb::module_& m) {
   m.def("merge_runs", &merge, "run_fds"_a, "out_fd"_a, "memory_bytes"_a);
   m.def("count_codes", &codes_count, "codes"_a.noconvert(), "mask"_a.noconvert().none(), "counts"_a.noconvert(),
         "appeared"_a.noconvert());
-  m.def("count_before", &before_count, "hashes"_a.noconvert(), "bits"_a, "labels"_a.noconvert(), "trains"_a.noconvert(),
-        "before"_a.noconvert(), "after"_a.noconvert().none(), "out"_a.noconvert().none());
+  nb::class_<ValueCounts>(m, "ValueCounts")
+      .def(nb::init<size_t, size_t, bool>(), "num_folds"_a, "max_values"_a, "strict"_a)
+      .def("add", &values_add, "hashes"_a.noconvert(), "labels"_a.noconvert(), "counted"_a.noconvert(),
+           "folds"_a.noconvert().none())
+      .def("put", &values_put, "hashes"_a.noconvert(), "counts"_a.noconvert(), "first_fold"_a, "zeros"_a)
+      .def("get", &values_get, "hashes"_a.noconvert(), "own"_a.noconvert().none(), "folds"_a.noconvert().none(),
+           "out"_a.noconvert())
+      .def("before", &values_before, "hashes"_a.noconvert(), "labels"_a.noconvert(), "trains"_a.noconvert(),
+           "times"_a.noconvert().none(), "after"_a, "out"_a.noconvert())
+      .def("items", &values_items, "hashes"_a.noconvert(), "counts"_a.noconvert())
+      .def_prop_ro("size", &ValueCounts::size)
+      .def_prop_ro("zeros", &ValueCounts::zeros);
   nb::class_<Counter>(m, "Counter")
       .def(nb::init<bool, uint64_t>(), "has_bytes"_a, "order"_a)
       .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "counts"_a.noconvert().none(),

@@ -85,31 +85,6 @@ size_t count_codes(const int64_t* codes, size_t num_rows, const uint8_t* mask, u
   return num_appeared;
 }
 
-void count_before(const uint64_t* hashes, size_t num_rows, int bits, const uint8_t* labels, const uint8_t* trains,
-                  uint32_t* before, const uint32_t* after, uint32_t* out) {
-  const int shift = 64 - bits;
-  for (size_t i = 0; i < num_rows; ++i) {
-    if (i + kAhead < num_rows) {
-      const size_t ahead = 2 * (hashes[i + kAhead] >> shift);
-      if (trains[i + kAhead]) {
-        __builtin_prefetch(before + ahead, 1);
-      } else if (after != nullptr) {
-        __builtin_prefetch(after + ahead);
-      }
-    }
-    const size_t slot = 2 * (hashes[i] >> shift);
-    if (out != nullptr) {
-      const uint32_t* counts = (trains[i] ? before : after) + slot;
-      out[2 * i] = counts[0];
-      out[2 * i + 1] = counts[1];
-    }
-    if (trains[i] && before[slot] != 0xffffffff) {
-      before[slot] += 1;
-      before[slot + 1] += labels[i];
-    }
-  }
-}
-
 size_t Counter::slots_for(size_t num_keys) {
   return num_keys == 0 ? 0 : std::bit_ceil(std::max<size_t>(64, num_keys + num_keys / 3 + 1));  // at most 3/4 full
 }

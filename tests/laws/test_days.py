@@ -21,6 +21,7 @@ from forked import COMMAND, run_forked
 from hotrow.base.files import crc32
 from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.native import Counter as KeyCounter
+from hotrow.data.native import hash_keys
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Entries, Vocabulary, build_vocabulary, open_counts, write_counts
@@ -30,10 +31,11 @@ from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension, Uses
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import Encoder, _Earlier, run_prepare
-from hotrow.data.prepare.statistics import NUM_FOLDS, PAGE_BITS, Statistics, folds_of
+from hotrow.data.prepare.statistics import NUM_FOLDS, Statistics
 from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import SplitSpec, parse_schema
+from hotrow.data.sources.split import FOLD_SALT, uniform_of
 from hotrow.hot.hot_set import tables_of
 from hotrow.inspect.accesses import split_accesses
 from hotrow.run.folder import RunFolder, dataset_of
@@ -363,14 +365,14 @@ def test_statistics_are_those_of_one_preparation_over_all_days(
 
 
 def test_statistics_without_a_time_count_earlier_days_and_other_folds(logs: list[Path], tmp_path: Path) -> None:
-    """The truth counts a dictionary for each row; `folds_of` draws the folds."""
+    """The truth counts a dictionary for each row; folds are drawn by row."""
     schema = parse_schema(
         {"label": "click", "categorical": ["site"], "statistics": [{"columns": ["site"], "priors": [5]}]}, where="test"
     )
     first_day(logs[0], tmp_path / "day_1", schema=schema)
     next_day(logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
     dataset, (one, two) = PackedDataset.open(tmp_path / "day_2"), (day_rows(1), day_rows(2))
-    fold = np.concatenate([folds_of(schema, np.arange(700))])
+    fold = uniform_of(0, np.arange(700), salt=FOLD_SALT) * NUM_FOLDS // 1
     wanted = []
     for row, site in enumerate(two["site"]):
         others = [i for i in range(700) if fold[i] != fold[row]]
@@ -382,32 +384,34 @@ def test_statistics_without_a_time_count_earlier_days_and_other_folds(logs: list
     np.testing.assert_allclose(dense_of(dataset, 0)[:, 0], wanted, rtol=1e-5, atol=1e-6)
 
 
+def of_one_value(schema: Any, *counts: tuple[int, int], num_folds: int = 1) -> Statistics:
+    """Statistics of one value in the first folds."""
+    found = Statistics(schema, num_folds=num_folds)
+    for fold, of_fold in enumerate(counts):
+        found.counts[0].put(ONE_HASH, np.array([of_fold], np.uint32), fold=fold)
+        found.all[fold] = of_fold
+    return found
+
+
+ONE_HASH = hash_keys(Keys(np.array([7], np.int64)))
+
+
 def test_counts_of_many_days_stay_at_their_limit() -> None:
     schema = parse_schema({"label": "y", "time": "t", "categorical": ["a"], "statistics": ["a"]}, where="test")
-    one, other = Statistics(schema), Statistics(schema)
-    for each in (one, other):
-        each.counts[0][0, 5] = 3 << 30, 7
-        each._pages[0][0] = True
+    one, other = of_one_value(schema, (3 << 30, 7)), of_one_value(schema, (3 << 30, 7))
     one.merge(other)
-    assert one.counts[0][0, 5].tolist() == [2**32 - 1, 14]
+    assert one.counts[0].get(ONE_HASH).tolist() == [[2**32 - 1, 14]]
 
 
 def test_counts_of_a_day_and_of_many_before_it_stay_at_their_limit_without_a_time() -> None:
     schema = parse_schema({"label": "y", "categorical": ["a"], "statistics": ["a"]}, where="test")
     chunk = Chunk(1, None, np.zeros((1, 0), np.float32), {"a": Keys(np.array([7], np.int64))}, Position())
-    day, earlier = Statistics(schema, num_folds=NUM_FOLDS), Statistics(schema)
-    slot = int(day.hashes(chunk)[0][0] >> np.uint64(64 - day.bits))
-    for each, of_fold, num_rows in ((day, 0, 5), (day, 1, 3), (earlier, 0, 2**32 - 1)):
-        each.counts[0][of_fold, slot] = num_rows, 1
-        each.all[of_fold] = num_rows, 1
-        each._pages[0][slot >> PAGE_BITS] = True
+    day, earlier = of_one_value(schema, (5, 1), (3, 1), num_folds=NUM_FOLDS), of_one_value(schema, (2**32 - 1, 1))
     both = day.with_earlier(earlier)
-    assert both.total().counts[0][0, slot].tolist() == [2**32 - 1, 3]
-    of_row = both.joined_out_of_fold(chunk, np.ones(1, np.bool_), np.zeros(1, np.uint8), both.total()).dense
-    of_many = Statistics(schema)
-    of_many.counts[0][0, slot], of_many.all[0] = (2**32 - 1, 2), (2**32 + 2, 2)
-    of_many._pages[0][slot >> PAGE_BITS] = True
-    np.testing.assert_allclose(of_row, of_many.of_rows_to_score(chunk).dense, rtol=1e-5, atol=1e-6)
+    assert both.total().counts[0].get(ONE_HASH).tolist() == [[2**32 - 1, 3]]
+    of_row = both.joined_out_of_fold(chunk, np.ones(1, np.bool_), np.zeros(1, np.uint8)).dense
+    wanted = both.inputs([np.array([[2**32 - 1, 2]])], np.array([[2**32 + 2, 2]]))
+    np.testing.assert_array_equal(of_row, wanted)
 
 
 def test_what_asks_for_popularity_sorts_the_rows_of_later_days(days: list[Path]) -> None:

@@ -1,15 +1,14 @@
-"""Law: statistics of the label are as of their row. No training row knows its own label or a later row.
+"""Law: no training row knows its own label, nor that of a row of its moment or a later one, or of its fold.
 
-The truth counts raw values in dictionaries, row after row, in plain Python.
+The truth counts, for each row, the raw values of the rows that it sees, in plain Python.
 """
 
 import math
 import stat
 import tracemalloc
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from hotrow.data.prepare import rows as stored_rows
 from hotrow.data.prepare.lag import Lagged
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import Encoder
-from hotrow.data.prepare.statistics import NUM_FOLDS
+from hotrow.data.prepare.statistics import NUM_FOLDS, Statistics
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import FOLD_SALT, RandomPlan, uniform_of
@@ -90,28 +89,28 @@ def write(rows: Rows, folder: Path) -> Path:
     return folder / "rows.parquet"
 
 
-def prepared(rows: Rows, folder: Path, *, split: str, **options: Any) -> PackedDataset:
-    prepare_file(write(rows, folder), folder / "out", split, options)
+def prepared(rows: Rows, folder: Path, *, split: str, by: str | None = None, **options: Any) -> PackedDataset:
+    kind = split.removesuffix(" with time")
+    schema = SCHEMA | {"split": {"kind": kind}, "statistics_by": by} | ({"time": "time"} if "time" in split else {})
+    opened = open_source("parquet", write(rows, folder), schema=parse_schema(schema, where="test"))
+    prepare(opened, folder / "out", Options(**options))
     return PackedDataset.open(folder / "out", verify="full")
 
 
-def prepare_file(path: Path, out: Path, split: str, options: dict[str, Any]) -> None:
-    kind = split.removesuffix(" with time")
-    schema = SCHEMA | {"split": {"kind": kind}} | ({"time": "time"} if "time" in split else {})
-    opened = open_source("parquet", path, schema=parse_schema(schema, where="test"))
-    prepare(opened, out, Options(**options))
+def codes(rows: Rows, split: str) -> list[int]:
+    """The split of each row; by time by the rule of docs/prepare.md: rows of one time stay together."""
+    times = rows["time"]
+    if split != "time":
+        return RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(len(times))).tolist()
+    cuts = [min(range(len(times) + 1), key=lambda n: (abs(n - share * len(times)), n)) for share in (0.8, 0.9)]
+    starts = [i for i in range(len(times) + 1) if i in (0, len(times)) or times[i] != times[i - 1]]
+    first, second = (min(starts, key=lambda start: abs(start - cut)) for cut in cuts)
+    return [0 if row < first else 1 if row < second else 2 for row in range(len(times))]
 
 
-def codes(num_rows: int, split: str) -> list[int]:
-    if split == "time":
-        return [0 if row < 0.8 * num_rows else 1 if row < 0.9 * num_rows else 2 for row in range(num_rows)]
-    return RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(num_rows)).tolist()
-
-
-def stored(dataset: PackedDataset, of_rows: str | list[int], num_rows: int) -> np.ndarray:
-    """All inputs but the price [num_rows, J], in the order of the rows. of_rows: a kind of split, or codes of rows."""
-    out = np.empty((num_rows, len(dataset.info.dense) - 1), np.float32)
-    of_row = np.array(codes(num_rows, of_rows) if isinstance(of_rows, str) else of_rows)
+def stored(dataset: PackedDataset, code_of: list[int]) -> np.ndarray:
+    """All inputs but the price [num_rows, J], in the order of the rows. code_of: the split of each."""
+    out, of_row = np.empty((len(code_of), len(dataset.info.dense) - 1), np.float32), np.array(code_of)
     for code, name in enumerate(("train", "val", "test")):
         part = dataset.split(name)
         columns = [np.stack(part.block(i).dense[1:], 1) for i in range(part.num_blocks)]
@@ -119,8 +118,17 @@ def stored(dataset: PackedDataset, of_rows: str | list[int], num_rows: int) -> n
     return out
 
 
-def folds(num_rows: int) -> list[int]:
-    return (uniform_of(0, np.arange(num_rows), salt=FOLD_SALT) * NUM_FOLDS).astype(int).tolist()
+def folds(rows: Rows, by: str, *, have_time: bool) -> list[int]:
+    """The fold of each row: by its number, its time, or its user."""
+    hashes = (
+        [reference.hash_string(user.encode()) if user else 0x9E3779B97F4A7C15 for user in rows["user"]]
+        if by == "user"
+        else rows["time"]
+        if have_time
+        else range(len(rows["time"]))
+    )
+    words = np.array(list(hashes), np.uint64).view(np.int64)
+    return (uniform_of(0, words, salt=FOLD_SALT) * NUM_FOLDS).astype(int).tolist()
 
 
 def an_input(k: float, num_rows: int, positives: int, p: float) -> float:
@@ -130,93 +138,109 @@ def an_input(k: float, num_rows: int, positives: int, p: float) -> float:
     return max(-8.0, min(8.0, math.log(q / (1 - q)) - math.log(p / (1 - p))))
 
 
-def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
-    """Counts values in dictionaries; every row that does not train sees the counts at the end, one that trains those
-    before it, or without a time those of other folds."""
-    labels = rows["click"]
-    code_of = codes(len(labels), of_rows) if isinstance(of_rows, str) else of_rows
-    values = {
-        "user": rows["user"],
-        "item": rows["item"],
-        "price": [sum(p >= b for b in (1, 4.5, 20)) for p in rows["price"]],
+def truth(rows: Rows, code_of: list[int], fold: list[int] | None = None, lag_s: int | None = None) -> np.ndarray:
+    """Counts, for each row, the rows that it sees. fold: of each row; None if statistics are as of time."""
+    labels, times, trains = rows["click"], rows["time"], np.array(code_of) == 0
+    price = [sum(p >= b for b in (1, 4.5, 20)) for p in rows["price"]]
+    values = {"user": rows["user"], "item": rows["item"], "price": price}
+
+    def sees(row: int, other: int) -> bool:
+        if not trains[row] and (lag_s is None or fold is not None):
+            return bool(trains[other])
+        if not trains[row]:
+            return times[other] + lag_s <= times[row]
+        is_other = fold[other] != fold[row] if fold else times[other] + (lag_s or 1) <= times[row]
+        return bool(trains[other]) and is_other
+
+    found = []
+    for row in range(len(labels)):
+        others = [i for i in range(len(labels)) if sees(row, i)]
+        share = 1.0 if trains[row] or fold is None else 1 - 1 / NUM_FOLDS
+        p = (share * sum(labels[i] for i in others) + 0.5) / (share * len(others) + 1)
+        own = []
+        for columns, priors in STATISTICS:
+            alike = [labels[i] for i in others if all(values[c][i] == values[c][row] for c in columns)]
+            own += [an_input(k, share * len(alike), share * sum(alike), p) for k in priors]
+        found.append(own)
+    return np.array(found)
+
+
+def in_bursts(rows: Rows) -> Rows:
+    """The same rows, three or so of one time."""
+    return rows | {
+        "time": sorted(np.random.default_rng(4).integers(0, len(rows["time"]) // 3, len(rows["time"])).tolist())
     }
-    found = np.empty((len(labels), sum(len(priors) for _, priors in STATISTICS)))
-    if of_rows == "random":
-        fold = folds(len(labels))
-        for row in range(len(labels)):
-            others = [
-                i for i, code in enumerate(code_of) if code == 0 and not (code_of[row] == 0 and fold[i] == fold[row])
-            ]
-            p = (sum(labels[i] for i in others) + 0.5) / (len(others) + 1)
-            found_here = []
-            for columns, priors in STATISTICS:
-                alike = [i for i in others if all(values[c][i] == values[c][row] for c in columns)]
-                found_here += [an_input(k, len(alike), sum(labels[i] for i in alike), p) for k in priors]
-            found[row] = found_here
-        return found
-    counts: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
-    for last in (False, True):  # the second pass has counted every training row
-        for row, (label, code) in enumerate(zip(labels, code_of, strict=True)):
-            if (code != 0) == last:
-                every, found_here = counts["all"], []
-                for columns, priors in STATISTICS:
-                    n, s = counts[columns, tuple(values[c][row] for c in columns)]
-                    p = (every[1] + 0.5) / (every[0] + 1)
-                    found_here += [an_input(k, n, s, p) for k in priors]
-                found[row] = found_here
-            if code == 0 and not last:
-                for key in ["all", *[(columns, tuple(values[c][row] for c in columns)) for columns, _ in STATISTICS]]:
-                    counts[key][0] += 1
-                    counts[key][1] += label
-    return found
 
 
-@looped("split", ["time", "random"])
-def test_against_dictionaries(split: str, tmp_path: Path) -> None:
-    rows = some_rows(700)
-    dataset = prepared(rows, tmp_path, split=split)
-    np.testing.assert_allclose(stored(dataset, split, 700), truth(rows, split), rtol=1e-5, atol=1e-6)
+CASES = [
+    ("time", None),
+    ("random", None),
+    ("random with time", None),
+    ("time", "rows"),
+    ("random", "user"),
+    ("time", "user"),
+]
+"""How rows are split, and `statistics_by`."""
+
+
+def folds_by(rows: Rows, split: str, by: str | None) -> list[int] | None:
+    have_time = "time" in split
+    return None if have_time and by is None else folds(rows, by or "rows", have_time=have_time)
+
+
+@looped(("split", "by"), CASES)
+def test_against_rows_that_are_looked_at_one_by_one(split: str, by: str | None, tmp_path: Path) -> None:
+    """Also in chunks and blocks that part rows of one time."""
+    rows = in_bursts(some_rows(500))
+    code_of = codes(rows, split)
+    dataset = prepared(rows, tmp_path, split=split, by=by, rows_per_chunk=47)
+    wanted = truth(rows, code_of, folds_by(rows, split, by))
+    np.testing.assert_allclose(stored(dataset, code_of), wanted, rtol=1e-5, atol=1e-6)
     assert dataset.info.dense_names[1:7] == (
         "user (prior 1)", "user (prior 10)", "user (prior 100)", "item (prior 2)", "item (prior 0.5)", "item (count)",
     )  # fmt: skip
     assert [column.transform for column in dataset.info.dense][4] == "target_stat(prior=2.0)"
 
 
-@pytest.mark.slow_but("time-dict")
-@pytest.mark.parametrize(("split", "in_file"), [("time", dict), ("random", dict), ("time", shuffled)])
+@pytest.mark.slow_but("time-None-dict", "random-None-dict")
+@pytest.mark.parametrize(("split", "by", "in_file"), [*((*case, dict) for case in CASES), ("time", None, shuffled)])
 def test_no_training_row_knows_its_own_label_or_a_later_row(
-    split: str, in_file: Callable[[Rows], Rows], tmp_path: Path
+    split: str, by: str | None, in_file: Callable[[Rows], Rows], tmp_path: Path
 ) -> None:
-    """Flipping a label changes no training row up to its own, or without a time none of its fold; other rows in place
-    of later ones change none before."""
-    num_rows = 300
-    rows, rng = some_rows(num_rows), np.random.default_rng(1)
-    before = stored(prepared(in_file(rows), tmp_path / "rows", split=split), split, num_rows)
-    trains = np.array(codes(num_rows, split)) == 0
-    for trial, row in enumerate([0, 1, *rng.choice(np.flatnonzero(trains), 4).tolist()]):
+    """Flipping a label changes no training row up to the end of its own moment, or of its fold; one of a row that does
+    not train changes none. Other rows in place of later ones change none before."""
+    rows, rng = in_bursts(some_rows(300)), np.random.default_rng(1)
+    if in_file is shuffled:
+        rows["time"] = list(range(300))  # rows of one time keep their order in the file, by which they are told apart
+    code_of, fold, times = codes(rows, split), folds_by(rows, split, by), np.array(rows["time"])
+    before = stored(prepared(in_file(rows), tmp_path / "rows", split=split, by=by), code_of)
+    trains = np.array(code_of) == 0
+    others = [int(np.flatnonzero(~trains)[0])]
+    for trial, row in enumerate([0, 1, *rng.choice(np.flatnonzero(trains), 4).tolist(), *others]):
         changed = {name: list(values) for name, values in rows.items()}
         changed["click"][row] ^= 1
-        after = stored(prepared(in_file(changed), tmp_path / f"flip{trial}", split=split), split, num_rows)
-        of_fold = np.array(folds(num_rows)) == folds(num_rows)[row]
-        own = trains & (of_fold if split == "random" else np.arange(num_rows) <= row)
+        after = stored(prepared(in_file(changed), tmp_path / f"flip{trial}", split=split, by=by), code_of)
+        own = trains & (np.array(fold) == fold[row] if fold else times <= times[row])
         np.testing.assert_array_equal(after[own], before[own])
         if trains[row]:
             assert (after[~own] != before[~own]).any(), "other rows must know it"
-    if split == "random":
+        else:
+            np.testing.assert_array_equal(after, before)
+    if fold:
         return
-    others = some_rows(num_rows, seed=5)
-    for trial, row in enumerate(rng.integers(1, num_rows, 3).tolist()):
+    others = some_rows(300, seed=5) | {"time": rows["time"]}
+    for trial, row in enumerate(rng.integers(1, 300, 3).tolist()):
         changed = {name: [*values[:row], *others[name][row:]] for name, values in rows.items()}
-        after = stored(prepared(in_file(changed), tmp_path / f"later{trial}", split=split), split, num_rows)
-        own = trains & (np.arange(num_rows) < row)
+        after = stored(prepared(in_file(changed), tmp_path / f"later{trial}", split=split, by=by), code_of)
+        own = trains & (np.arange(300) < row)
         np.testing.assert_array_equal(after[own], before[own])
 
 
-@looped("split", ["time", "random"])
-def test_rows_to_score_have_the_bits_of_the_test_split(split: str, tmp_path: Path) -> None:
+@looped(("split", "by"), [("time", None), ("random", None), ("time", "rows")])
+def test_rows_to_score_have_the_bits_of_the_test_split(split: str, by: str | None, tmp_path: Path) -> None:
     rows = some_rows(500)
-    dataset = prepared(rows, tmp_path, split=split)
-    later = [row for row, code in enumerate(codes(500, split)) if code == 2]
+    dataset = prepared(rows, tmp_path, split=split, by=by)
+    later = [row for row, code in enumerate(codes(rows, split)) if code == 2]
     new = {name: [values[row] for row in later] for name, values in rows.items() if name not in ("click", "time")}
     (batch,) = Encoder.load(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
     wanted = dataset.split("test").block(0)
@@ -231,21 +255,59 @@ def test_chunks_and_threads_change_no_byte(options: dict[str, int], tmp_path: Pa
     assert one.info.files == other.info.files
 
 
-def test_every_order_of_a_cross_and_every_kind_of_key() -> None:
-    """The native counting equals the reference, also of rows that share a slot, and at the largest count."""
+@looped("max_values", [1000, 40])
+def test_counts_are_those_of_the_reference_and_of_values_that_fit_alone(max_values: int) -> None:
+    """Also if there are too many values, in any order and in parts; at the largest count; and of rows of one time."""
     rng = np.random.default_rng(0)
-    for num_rows in (0, 1, 15, 16, 17, 1000):
-        hashes = rng.integers(0, 2**64, num_rows, np.uint64) & np.uint64(0x1F << 59)
-        labels, trains = rng.random((2, num_rows)) < 0.5
-        after = rng.integers(0, 9, (32, 2)).astype(np.uint32)
-        counts = np.zeros((32, 2), np.uint32)
-        counts[3] = 2**32 - 1, 7
-        twin, out = counts.copy(), np.empty((num_rows, 2), np.uint32)
-        found = native.count_before(hashes, labels, trains, counts, after)
-        reference.count_before(hashes, 5, labels, trains, twin, after, out)
-        np.testing.assert_array_equal(found, out)
-        np.testing.assert_array_equal(counts, twin)
-        assert tuple(counts[3]) == (2**32 - 1, 7)
+    values = native.mix64(np.arange(60, dtype=np.uint64))
+    hashes, times = values[rng.zipf(1.2, 3000) % 60], np.sort(rng.integers(-50, 900, 3000))
+    (labels, trains), fold = rng.random((2, 3000)) < 0.5, rng.integers(0, 3, 3000).astype(np.uint8)
+    largest = np.array([[2**32 - 1, 7, 2**32 - 2, 2**32 - 3, 0, 0]], np.uint32)
+
+    def counted(module: Any, order: Any) -> Any:
+        found = module.ValueCounts(3, max_values, False)
+        found.put(values[:1], largest, 0, 0)
+        found.add(hashes[order], labels[order], trains[order], fold[order])
+        return found
+
+    def out_of(call: Callable[[Any], None], rows: int = 3000, columns: int = 2) -> NDArray[np.uint32]:
+        out = np.full((rows, columns), 9, np.uint32)
+        call(out)
+        return out
+
+    def items_of(found: Any) -> dict[int, list[int]]:
+        keys = np.empty(found.size, np.uint64)
+        counts = out_of(lambda out: found.items(keys, out), found.size, 6)
+        return dict(zip(keys.tolist(), counts.tolist(), strict=True))
+
+    own, twin = counted(native.backend(), slice(None)), counted(reference, slice(None))
+    items = items_of(own)
+    assert items == items_of(twin)
+    assert items == items_of(counted(native.backend(), rng.permutation(3000)))
+    merged = counted(native.backend(), slice(0, 1000))
+    later = native.backend().ValueCounts(3, max_values, False)
+    later.add(hashes[1000:], labels[1000:], trains[1000:], fold[1000:])
+    keys = np.empty(later.size, np.uint64)
+    merged.put(keys, out_of(lambda out: later.items(keys, out), later.size, 6), 0, later.zeros)
+    assert items_of(merged) == items
+    wanted = {int(v) for v in {*hashes[trains].tolist(), int(values[0])} if int(v) >> 64 - own.zeros == 0}
+    assert items.keys() == wanted
+    assert (own.zeros > 0) == (max_values == 40)
+    for given in ((None, None), (trains, fold)):
+        got = [out_of(partial(each.get, hashes, *given)) for each in (own, twin)]
+        np.testing.assert_array_equal(*got)
+
+    def before_of(module: Any, when: NDArray[np.int64] | None) -> NDArray[np.uint32]:
+        after, strict = module.ValueCounts(1, max_values, False), module.ValueCounts(1, max_values, True)
+        after.add(hashes, labels, trains, None)
+        found = []
+        for s in (slice(0, 1234), slice(1234, 3000)):
+            given = hashes[s], labels[s], trains[s], None if when is None else when[s], after
+            found.append(out_of(partial(strict.before, *given), s.stop - s.start))
+        return np.concatenate(found)
+
+    for when in (times, None):
+        np.testing.assert_array_equal(*(before_of(module, when) for module in (native.backend(), reference)))
 
 
 def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +316,8 @@ def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytes
     wanted = prepared(rows, tmp_path / "whole", split="random")
     options = {"rows_per_chunk": 32, "rows_per_part": 64, "rows_per_block": 64}
     small = prepared(rows, tmp_path / "small", split="random", **options)
-    np.testing.assert_array_equal(stored(small, "random", 400), stored(wanted, "random", 400))
+    code_of = codes(rows, "random")
+    np.testing.assert_array_equal(stored(small, code_of), stored(wanted, code_of))
     plain = pipeline.Stages._drawn
     for stage in ("count", "encode"):
         for number in (0, 1, 5, 9):
@@ -309,10 +372,10 @@ def test_a_random_split_is_by_the_row_of_the_file(tmp_path: Path) -> None:
     """And statistics are by time."""
     rows = some_rows(700)
     in_file = shuffled(rows)
-    code_of_time = dict(zip(in_file["time"], codes(700, "random"), strict=True))
+    code_of_time = dict(zip(in_file["time"], codes(in_file, "random"), strict=True))
     of_rows = [code_of_time[time] for time in range(700)]
     dataset = prepared(in_file, tmp_path, split="random with time", **SMALL)
-    np.testing.assert_allclose(stored(dataset, of_rows, 700), truth(rows, of_rows), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(stored(dataset, of_rows), truth(rows, of_rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow_but("0-time-options0", "9-time-options2", "9-random-options3")
@@ -423,6 +486,8 @@ def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pyt
         ({"statistics": ["user", "user"]}, "user"),
         ({"statistics": [{"columns": ["user"], "priors": [0]}]}, "prior"),
         ({"statistics": [{"columns": ["user"], "priors": []}]}, "priors"),
+        ({"statistics_by": "time"}, "no time"),
+        ({"statistics_by": "session"}, "'session'.*time, rows, user, item"),
         ({"label": {"column": "click", "kind": "number"}}, "label.kind"),
         ({"categorical": [{"column": "user", "kind": "multi_hot"}], "statistics": ["user"], "tables": {}}, "user"),
     ],
@@ -430,22 +495,6 @@ def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pyt
 def test_statistics_that_cannot_be(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         parse_schema(SCHEMA | change, where="test")
-
-
-def truth_with_lag(rows: Rows, codes_: list[int], lag_s: int) -> np.ndarray:
-    """As `truth`, but a row that does not train sees all rows that are at least so much older, whatever their split."""
-    found, labels = truth(rows, codes_), rows["click"]
-    price = [sum(p >= b for b in (1, 4.5, 20)) for p in rows["price"]]
-    values = {"user": rows["user"], "item": rows["item"], "price": price}
-    for row in np.flatnonzero(codes_):
-        older = [i for i, time in enumerate(rows["time"]) if time + lag_s <= rows["time"][row]]
-        p = (sum(labels[i] for i in older) + 0.5) / (len(older) + 1)
-        own = []
-        for columns, priors in STATISTICS:
-            alike = [i for i in older if all(values[c][i] == values[c][row] for c in columns)]
-            own += [an_input(k, len(alike), sum(labels[i] for i in alike), p) for k in priors]
-        found[row] = own
-    return found
 
 
 def with_times(rows: Rows) -> Rows:
@@ -470,31 +519,17 @@ def lagged(rows: Rows, folder: Path, split: str, lag: str, kind: pa.DataType | N
 @pytest.mark.slow_but("90s-90-time", "10m-600-random")
 @pytest.mark.parametrize("split", ["time", "random"])
 @pytest.mark.parametrize(("lag", "lag_s"), [("1s", 1), ("90s", 90), ("10m", 600), ("3h", 10800)])
-def test_with_a_lag_other_rows_see_all_that_are_older(split: str, lag: str, lag_s: int, tmp_path: Path) -> None:
+def test_with_a_lag_rows_see_what_is_older(split: str, lag: str, lag_s: int, tmp_path: Path) -> None:
     rows = with_times(some_rows(600))
     dataset = lagged(rows, tmp_path / "one", split, lag, rows_per_chunk=47)
-    of_rows = codes_by_time(rows) if split == "time" else codes(600, "random")
-    np.testing.assert_allclose(
-        stored(dataset, of_rows, 600), truth_with_lag(rows, of_rows, lag_s), rtol=1e-5, atol=1e-6
-    )
-    frozen = prepared(rows, tmp_path / "frozen", split=split if split == "time" else "random with time")
-    train, without = (np.stack(each.split("train").block(0).dense) for each in (dataset, frozen))
-    np.testing.assert_array_equal(train, without)  # no training byte knows of the lag
+    of_rows = codes(rows, split)
+    np.testing.assert_allclose(stored(dataset, of_rows), truth(rows, of_rows, lag_s=lag_s), rtol=1e-5, atol=1e-6)
     new = {name: [values[-1]] for name, values in rows.items() if name not in ("click", "time")}
     (batch,) = Encoder.load(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
     later = {name: [*values, values[-1]] for name, values in rows.items()}
     later["time"][-1] += 10**6
-    at_the_end = truth_with_lag(later, [*of_rows, 2], lag_s)[-1]
+    at_the_end = truth(later, [*of_rows, 2], lag_s=lag_s)[-1]
     np.testing.assert_allclose(batch.dense[0, 1:], at_the_end, rtol=1e-5, atol=1e-6)
-
-
-def codes_by_time(rows: Rows) -> list[int]:
-    """The split of each row by the rule of docs/prepare.md: rows of one time stay together."""
-    times = rows["time"]
-    cuts = [min(range(len(times) + 1), key=lambda n: (abs(n - share * len(times)), n)) for share in (0.8, 0.9)]
-    starts = [i for i in range(len(times) + 1) if i in (0, len(times)) or times[i] != times[i - 1]]
-    first, second = (min(starts, key=lambda start: abs(start - cut)) for cut in cuts)
-    return [0 if row < first else 1 if row < second else 2 for row in range(len(times))]
 
 
 @looped("kind", [pa.timestamp("ms"), pa.timestamp("ns", "Asia/Kolkata"), pa.float64(), pa.string()])
@@ -550,27 +585,24 @@ def test_rows_that_wait_are_counted_in_pieces(tmp_path: Path) -> None:
 
     def chunk(times: NDArray[np.int64]) -> Chunk:
         keys = {"id": Keys(np.zeros(len(times), np.int64))}
-        return Chunk(len(times), np.ones(len(times), np.float32), no_dense(times, 0), keys, Position(), times)
-
-    def no_dense(times: NDArray[np.int64], width: int) -> NDArray[np.float32]:
-        return np.zeros((len(times), width), np.float32)
+        return Chunk(
+            len(times), np.ones(len(times), np.float32), np.zeros((len(times), 0), np.float32), keys, Position(), times
+        )
 
     def peak_bytes(chunks_before: int) -> int:
         with (tmp_path / "rows").open("w+b") as file:
-            lagged = Lagged(schema, lag, file)
+            lagged, every = Lagged(Statistics(schema), lag, file), np.ones(num_rows, np.bool_)
             for i in range(chunks_before):
-                busy = chunk(np.full(num_rows, i // 2))
-                lagged.joined_to(busy, np.zeros(num_rows, np.bool_), busy)
+                lagged.inputs(chunk(np.full(num_rows, i // 2)), every)
             quiet = chunk(np.arange(num_rows) + num_chunks)
-            before = replace(quiet, dense=no_dense(quiet.time, 3))
             tracemalloc.start()
-            out = lagged.joined_to(quiet, np.ones(num_rows, np.bool_), before)
+            out = lagged.inputs(quiet, every)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         older = np.sort([*np.repeat(np.arange(chunks_before) // 2, num_rows), *quiet.time])
         seen = np.searchsorted(older, quiet.time - lag, side="right").tolist()
         wanted = [an_input(1, n, n, (n + 0.5) / (n + 1)) for n in seen]
-        np.testing.assert_allclose(out.dense[:, 0], wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(out[:, 0], wanted, rtol=1e-5, atol=1e-6)
         return peak
 
     assert peak_bytes(num_chunks) < 2 * peak_bytes(1)
@@ -598,6 +630,7 @@ def test_a_lag_without_times_statistics_or_a_length_is_refused() -> None:
     for change, fields in (
         ({"statistics_lag": "1d"}, ["statistics_lag", "'1d'", "no time"]),
         ({"statistics_lag": "1d", "time": "time", "statistics": []}, ["statistics_lag", "no statistics"]),
+        ({"statistics_lag": "1d", "time": "time", "statistics_by": "user"}, ["statistics_lag", "folds"]),
         ({"statistics_lag": "0d", "time": "time"}, ["statistics_lag", "0d", "1d"]),
         ({"statistics_lag": "day", "time": "time"}, ["statistics_lag", "day", "1d"]),
     ):

@@ -132,14 +132,4 @@ class Counter {
   GrowArray<uint8_t> arena_;
 };
 
-// Rows and positives of a value in the training rows before each row, counted in 2^bits slots by the value's hash:
-//
-//   slot = hash >> (64 - bits)
-//   a training row:   out = before[slot]; before[slot] += (1, label)
-//   any other row:    out = after[slot]
-//
-// before, after: [2^bits][2]; out: [num_rows][2]; after, out: null if rows are counted only. A count stays at 2^32 - 1.
-void count_before(const uint64_t* hashes, size_t num_rows, int bits, const uint8_t* labels, const uint8_t* trains,
-                  uint32_t* before, const uint32_t* after, uint32_t* out);
-
 }  // namespace hotrow

@@ -171,22 +171,61 @@ def count_codes(
     return appeared, counts[appeared]
 
 
-def count_before(
-    hashes: NDArray[np.uint64],
-    labels: NDArray[np.bool_],
-    trains: NDArray[np.bool_],
-    before: NDArray[np.uint32],
-    after: NDArray[np.uint32] | None = None,
-) -> NDArray[np.uint32] | None:
-    """Returns how many training rows before each row share its hash, and how many of those are positive, [n, 2].
+class ValueCounts:
+    """Rows and positives by value and fold, of the values' 64-bit hashes; value_counts.h has the rules.
 
-    labels, trains: of each row [n], whether it is positive and whether it trains. before: the counts so far, [slots, 2]
-    for a power of two of slots that the leading bits of a hash number; training rows are added. after: the counts of
-    all training rows, which other rows get; if None, rows are added and nothing is returned.
+    max_values: of more distinct values some are left out, by their hashes. strict: for `before` with times.
     """
-    out = None if after is None else np.empty((len(hashes), 2), np.uint32)
-    backend().count_before(hashes, len(before).bit_length() - 1, labels, trains, before, after, out)
-    return out
+
+    def __init__(self, num_folds: int, *, max_values: int, strict: bool = False) -> None:
+        self.num_folds = num_folds
+        self._native = backend().ValueCounts(num_folds, max_values, strict)
+
+    def add(
+        self,
+        hashes: NDArray[np.uint64],
+        labels: NDArray[np.bool_],
+        counted: NDArray[np.bool_],
+        folds: NDArray[np.uint8] | None,
+    ) -> None:
+        """Counts the rows for which `counted` is set [n]. folds: of each row [n]; None if there is one."""
+        self._native.add(hashes, labels, counted, folds)
+
+    def put(self, hashes: NDArray[np.uint64], counts: NDArray[np.uint32], *, fold: int = 0, zeros: int = 0) -> None:
+        """Adds counts [m, 2 K] of other rows, those of their first fold to `fold`, as `items` returns them."""
+        self._native.put(hashes, counts, fold, zeros)
+
+    def get(
+        self, hashes: NDArray[np.uint64], own: NDArray[np.bool_] | None = None, folds: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint32]:
+        """Returns rows and positives of each value in all folds [n, 2]; of rows of which `own` is set, in all but
+        theirs."""
+        out = np.empty((len(hashes), 2), np.uint32)
+        self._native.get(hashes, own, folds, out)
+        return out
+
+    def before(
+        self,
+        hashes: NDArray[np.uint64],
+        labels: NDArray[np.bool_],
+        trains: NDArray[np.bool_],
+        times: NDArray[np.int64] | None,
+        after: ValueCounts,
+    ) -> NDArray[np.uint32]:
+        """Returns rows and positives of each row's value [n, 2]: of a training row those of training rows of earlier
+        times, or without times before it, which is then counted; of any other row those of `after`."""
+        out = np.empty((len(hashes), 2), np.uint32)
+        self._native.before(hashes, labels, trains, times, after._native, out)
+        return out
+
+    def items(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32], int]:
+        """Returns the values' hashes in rising order [m], their counts [m, 2 K], and how many leading bits of a hash
+        are zero in all values that are counted."""
+        hashes = np.empty(self._native.size, np.uint64)
+        counts = np.empty((len(hashes), 2 * self.num_folds), np.uint32)
+        self._native.items(hashes, counts)
+        order = np.argsort(hashes)
+        return hashes[order], counts[order], self._native.zeros
 
 
 class Counter:

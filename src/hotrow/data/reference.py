@@ -154,22 +154,80 @@ def hash_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], cap: int, 
         out[:] = fmix64(out % np.uint64(cap))
 
 
-def count_before(
-    hashes: NDArray[np.uint64],
-    bits: int,
-    labels: NDArray[np.bool_],
-    trains: NDArray[np.bool_],
-    before: NDArray[np.uint32],
-    after: NDArray[np.uint32] | None,
-    out: NDArray[np.uint32] | None,
-) -> None:
-    """Counts as encode_count.h says."""
-    slots = hashes >> np.uint64(64 - bits)
-    for i, slot in enumerate(slots.tolist()):
-        if out is not None and after is not None:
-            out[i] = before[slot] if trains[i] else after[slot]
-        if trains[i] and before[slot, 0] != 2**32 - 1:
-            before[slot] += np.array([1, labels[i]], np.uint32)
+class ValueCounts:
+    """Counts as value_counts.h says."""
+
+    def __init__(self, num_folds: int, max_values: int, strict: bool) -> None:
+        self.num_folds, self.max_values, self.zeros = num_folds, max_values, 0
+        self._counts: dict[int, NDArray[np.int64]] = {}
+        self._held: dict[int, tuple[int, list[int]]] | None = {} if strict else None
+
+    @property
+    def size(self) -> int:
+        return len(self._counts)
+
+    def _leaves_out(self, value: int) -> bool:
+        return value >> 64 - self.zeros > 0
+
+    def _leave_out(self, zeros: int) -> None:
+        self.zeros = max(zeros, self.zeros)
+        self._counts = {value: own for value, own in self._counts.items() if not self._leaves_out(value)}
+
+    def _enter(self, value: int) -> NDArray[np.int64] | None:
+        while not self._leaves_out(value) and value not in self._counts and self.size == self.max_values:
+            self._leave_out(self.zeros + 1)
+        if self._leaves_out(value):
+            return None
+        return self._counts.setdefault(value, np.zeros((self.num_folds, 2), np.int64))
+
+    def add(self, hashes: Any, labels: Any, counted: Any, folds: Any) -> None:
+        for i in np.flatnonzero(counted).tolist():
+            if (own := self._enter(int(hashes[i]))) is not None:
+                _add_to(own[0 if folds is None else folds[i]], [1, int(labels[i])])
+
+    def put(self, hashes: Any, counts: Any, first_fold: int, zeros: int) -> None:
+        self._leave_out(zeros)
+        for value, more in zip(hashes.tolist(), counts.reshape(len(hashes), -1, 2).tolist(), strict=True):
+            if (own := self._enter(value)) is not None:
+                for k, each in enumerate(more, first_fold):
+                    _add_to(own[k], each)
+
+    def get(self, hashes: Any, own: Any, folds: Any, out: Any) -> None:
+        for i, value in enumerate(hashes.tolist()):
+            total = np.zeros(2, np.int64)
+            for k, each in enumerate(self._counts.get(value, ())):
+                if own is None or not own[i] or k != folds[i]:
+                    _add_to(total, each)
+            out[i] = total
+
+    def before(self, hashes: Any, labels: Any, trains: Any, times: Any, after: ValueCounts, out: Any) -> None:
+        out[:] = 0
+        for i, value in enumerate(hashes.tolist()):
+            if after._leaves_out(value):
+                continue
+            if not trains[i]:
+                out[i] = after._counts[value][0] if value in after._counts else 0
+            elif (own := self._enter(value)) is not None:
+                if times is None or self._held is None:
+                    out[i] = own[0]
+                    _add_to(own[0], [1, int(labels[i])])
+                    continue
+                time, held = self._held.get(value, (int(times[i]), [0, 0]))
+                if time != times[i]:
+                    _add_to(own[0], held)
+                    held = [0, 0]
+                out[i] = own[0]
+                self._held[value] = int(times[i]), [held[0] + 1, held[1] + int(labels[i])]
+
+    def items(self, hashes: Any, counts: Any) -> None:
+        for i, (value, own) in enumerate(self._counts.items()):
+            hashes[i], counts[i] = value, own.reshape(-1)
+
+
+def _add_to(counts: NDArray[np.int64], more: Any) -> None:
+    """Adds to rows and positives, which stay where rows have reached the most that a counter holds."""
+    if counts[0] < 2**32 - 1:
+        counts[:] = np.minimum(counts + np.array(more), 2**32 - 1)
 
 
 RUN_HEADER = struct.Struct("<8sII4QI")

@@ -56,7 +56,7 @@ from hotrow.data.packed.format import MANIFEST, STATISTICS, DatasetInfo, DenseCo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
-from hotrow.data.prepare.statistics import Statistics
+from hotrow.data.prepare.statistics import share_to_score
 from hotrow.data.seen import Seen
 from hotrow.data.sources.schema import Schema
 from hotrow.data.transforms import Transform, source_of
@@ -470,16 +470,15 @@ def _dense(column: DenseColumn, made: RawRows | None) -> dict[str, Any]:
 
 
 def _statistics(schema: Schema) -> tuple[dict[str, Any], ...]:
-    """Returns of each statistic its features, what makes its inputs and their names, and the bits that number its
-    slots."""
-    bits = Statistics(schema).bits
+    """Returns of each statistic its features, what makes its inputs and their names, and what counts are taken
+    times."""
     return tuple(
         {
             "features": list(spec.columns),
             "priors": list(spec.priors),
             "count": spec.count,
             "inputs": list(spec.inputs),
-            "bits": bits,
+            "share": share_to_score(schema),
         }
         for spec in schema.statistics
     )

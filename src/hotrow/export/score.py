@@ -170,7 +170,7 @@ class Scorer:
         features, found = {feature["name"]: feature for feature in self.about["features"]}, []
         for i, statistic in enumerate(self.about["statistics"]):
             hashes = [self._hashes(features[name], columns[name])[0] for name in statistic["features"]]
-            numbers = self._counts.of(i, self._transforms["cross"](*hashes).tolist())
+            numbers = self._counts.of(i, self._transforms["cross"](*hashes))
             inputs = [self._transforms["target_stat"](*numbers, prior=prior) for prior in statistic["priors"]]
             inputs += [self._transforms["log1p_clip0"](numbers[0])] if statistic["count"] else []
             found += [torch.from_numpy(x.astype(np.float32)) for x in inputs]
@@ -239,17 +239,20 @@ class Counts:
 
     def __init__(self, statistics: Sequence[Mapping[str, Any]], path: Path) -> None:
         arrays = load_file(path) if statistics else {}
-        self._bits = [statistic["bits"] for statistic in statistics]
-        self._all = arrays["all"].tolist() if statistics else [0, 0]
-        self._slots = [
-            dict(zip(arrays[f"{i}.slots"].tolist(), arrays[f"{i}.counts"].tolist(), strict=True))
+        self._shares = [statistic["share"] for statistic in statistics]
+        self._all = arrays["all"].view(-1).tolist() if statistics else [0, 0]
+        self._of_value = [
+            dict(zip(arrays[f"{i}.values"].tolist(), arrays[f"{i}.counts"].tolist(), strict=True))
             for i in range(len(statistics))
         ]
 
-    def of(self, i: int, hashes: Sequence[int]) -> tuple[Any, ...]:
-        """Returns rows and positives of each value by statistic i, and rows and positives of all: four arrays [n]."""
-        own = np.array([self._slots[i].get(h >> 64 - self._bits[i], [0, 0]) for h in hashes], np.float64).reshape(-1, 2)
-        return *own.T, *(np.full(len(own), float(number)) for number in self._all)
+    def of(self, i: int, hashes: Any) -> tuple[Any, ...]:
+        """Returns rows and positives of each value by statistic i, and those of all values: four arrays [n], of the
+        share of rows that training rows saw. hashes: uint64 [n]."""
+        values = hashes.view(np.int64).tolist()
+        own = np.array([self._of_value[i].get(value, [0, 0]) for value in values], np.float64).reshape(-1, 2)
+        share = self._shares[i]
+        return *(own * share).T, *(np.full(len(own), number * share) for number in self._all)
 
 
 def vocabulary_of(path: Path) -> dict[bytes | int, int]:

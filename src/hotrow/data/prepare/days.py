@@ -154,11 +154,11 @@ class Base:
                 raise ValueError(f"{self.dataset.path / name} has {len(days)} days for {size} rows; {MANIFEST_CURE}")
         return Uses(*found)
 
-    def statistics(self, schema: Schema) -> Statistics:
-        """Returns the label's statistics at the end of the base."""
+    def statistics(self, schema: Schema, *, strict: bool = False) -> Statistics:
+        """Returns the label's statistics at the end of the base. strict: as for `Statistics`."""
         if self.dataset is None:
-            return Statistics(schema)
-        return Statistics.load(schema, self.dataset.statistics_path(), cure=MANIFEST_CURE)
+            return Statistics(schema, strict=strict)
+        return Statistics.load(schema, self.dataset.statistics_path(), strict=strict, cure=MANIFEST_CURE)
 
     def notes(self) -> Iterator[str]:
         """Yields what a user should know of the base: which ids it has forgotten."""

@@ -16,7 +16,7 @@ However rows are cut into parts, the bytes are the same. `pipeline.py` has one p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +67,7 @@ class Piece:
 def pieces(schema: Schema, plan: SplitPlan, chunks: Iterator[tuple[Chunk, NDArray[np.int64]]]) -> Iterator[Piece]:
     """Yields rows with their splits and folds, which are drawn by their numbers."""
     for chunk, numbers in chunks:
-        yield Piece(chunk, plan.assign(numbers, chunk.time), folds_of(schema, numbers))
+        yield Piece(chunk, plan.assign(numbers, chunk.time), folds_of(schema, numbers, chunk))
 
 
 class Fit:
@@ -132,22 +132,23 @@ def build_table(counters: CounterPool, schema: Schema, out: Path, table: str) ->
 
 
 def with_statistics(
-    pieces: Iterator[Piece], of_all: Statistics, before: Statistics, lagged: Lagged | None = None
+    pieces: Iterator[Piece], of_all: Statistics, before: Statistics, lagged: Sequence[Lagged] = ()
 ) -> Iterator[Piece]:
     """Yields pieces with their statistics as dense columns.
 
     of_all: of all rows. before: of the training rows before these, if there is one fold; the pieces' are added. lagged:
-    what other rows see, with a lag.
+    with a lag, what training rows see, of training rows, and what other rows see, of all.
     """
-    total = of_all.total() if of_all.num_folds > 1 else of_all
     for piece in pieces:
-        trains = piece.codes == TRAIN
-        if piece.folds is not None:
-            chunk = of_all.joined_out_of_fold(piece.chunk, trains, piece.folds, total)
+        trains, chunk = piece.codes == TRAIN, piece.chunk
+        if lagged:
+            of_training, of_others = lagged[0].inputs(chunk, trains), lagged[1].inputs(chunk, np.ones_like(trains))
+            inputs = np.where(trains[:, None], of_training, of_others)
+            chunk = replace(chunk, dense=np.concatenate([chunk.dense, inputs], 1))
+        elif piece.folds is not None:
+            chunk = of_all.joined_out_of_fold(chunk, trains, piece.folds)
         else:
-            chunk = before.joined_to(piece.chunk, trains, of_all)
-        if lagged is not None:
-            chunk = lagged.joined_to(piece.chunk, ~trains, chunk)
+            chunk = before.joined_to(chunk, trains, of_all)
         yield replace(piece, chunk=chunk)
 
 

@@ -70,7 +70,6 @@ from hotrow.data.sources.inputs import prefetch
 from hotrow.data.sources.registry import OpenedSource, check_split
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.split import (
-    TRAIN,
     RandomPlan,
     SplitPlan,
     TimeHistogram,
@@ -434,9 +433,8 @@ class Stages:
             tables = {table: encoders[table] for table in self._schema.table_names}
             transforms = [Transform.parse(column.transform) for column in info.dense]
             encode = RowEncoder(self._schema, transforms, tables, executor)
-            found = self._pieces(plan, "encode", first)
-            if self._schema.statistics:
-                found = self._with_statistics(found, plan, first)
+            counted = bool(self._schema.statistics)
+            found = self._with_statistics(plan, first) if counted else self._pieces(plan, "encode", first)
             # The next rows are encoded while these are written.
             encoded = prefetch((piece, *encode(piece.chunk)) for piece in _behind(found, left_out))
             with closing(encoded):
@@ -470,19 +468,30 @@ class Stages:
             row, before = row + len(numbers), more
         return row, finished - before
 
-    def _with_statistics(self, found: Iterator[Piece], plan: SplitPlan, first: int) -> Iterator[Piece]:
-        """Yields the pieces from the row `first` on with their statistics as dense columns; if rows have a time, those
-        before it are read for them."""
-        before = Statistics(self._schema) if self._base is None else self._base.statistics(self._schema)
-        # A file without a name: its space is free as soon as the process ends, however it ends.
-        with tempfile.TemporaryFile(dir=self.work.folder) as file:
-            lagged = None if self._lag is None else Lagged(self._schema, self._lag, file)
-            is_needed = first and num_folds(self._schema) == 1
-            for piece in self._pieces(plan, "encode", 0, first) if is_needed else ():
-                before.add(piece.chunk, piece.codes == TRAIN)
-                if lagged is not None:
-                    lagged.add(piece.chunk)
-            yield from with_statistics(found, self._load_statistics(), before, lagged)
+    def _with_statistics(self, plan: SplitPlan, first: int) -> Iterator[Piece]:
+        """Yields the pieces from the row `first` on with their statistics as dense columns; if these are as of time,
+        the rows before them are read too."""
+        by_time = num_folds(self._schema) == 1
+        found = self._pieces(plan, "encode", 0 if by_time else first)
+        with ExitStack() as files:
+            # Files without a name: their space is free as soon as the process ends, however it ends.
+            lagged = [
+                Lagged(self._earlier(), lag, files.enter_context(tempfile.TemporaryFile(dir=self.work.folder)))
+                for lag in (() if self._lag is None else (self._lag, self._lag))
+            ]
+            row = 0 if by_time else first
+            for piece in with_statistics(found, self._load_statistics(), self._earlier(), lagged):
+                before, row = first - row, row + piece.chunk.num_rows
+                if before <= 0:
+                    yield piece
+                elif row > first:
+                    yield piece.some(np.arange(piece.chunk.num_rows) >= before)
+
+    def _earlier(self) -> Statistics:
+        """The statistics of earlier days, to which those of these rows come in the order of time."""
+        if self._base is None:
+            return Statistics(self._schema, strict=True)
+        return self._base.statistics(self._schema, strict=True)
 
     def _say_left_out(self) -> None:
         known = self._known

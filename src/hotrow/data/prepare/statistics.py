@@ -1,33 +1,34 @@
-"""Statistics of the label by value, as of each row: how many other training rows had its value, how many were
-positive.
+"""Statistics of the label by value: how many other training rows had a row's value, and how many were positive.
 
-    before, after = Statistics(schema), Statistics(schema)
+    of_all = Statistics(schema, num_folds=num_folds(schema))
     for chunk, trains, folds in rows:                         # trains [n]: which rows of the chunk train
-        after.add(chunk, trains, folds)                       # folds [n]: of each row; None if rows have a time
-    total = after.total()
+        of_all.add(chunk, trains, folds)                      # folds [n]: of each row; None if there is one
+    before = Statistics(schema, strict=True)
     for chunk, trains, folds in rows:
-        chunk = before.joined_to(chunk, trains, after)        # with J dense columns more, or without a time
-        chunk = after.joined_out_of_fold(chunk, trains, folds, total)
-    chunk = total.of_rows_to_score(chunk)
+        chunk = of_all.joined_out_of_fold(chunk, trains, folds)       # with J dense columns more, or as of time:
+        chunk = before.joined_to(chunk, trains, of_all)
+    chunk = of_all.of_rows_to_score(chunk)
 
-If rows have a time, a training row sees the training rows before it: nothing of it depends on a later row. If they have
-none, it sees the training rows of the other folds, which are drawn: NUM_FOLDS - 1 in NUM_FOLDS of them, so that its
-inputs are like those of a row to score. Either way nothing depends on its own label. Every other row sees all training
-rows, as a server would; `lag.py` has the other choice. A value is known by its 64-bit hash, combinations by the hash of
-their hashes; counts lie in a fixed number of slots, so memory is bounded, and values that share a slot are counted
-together.
+Which rows a training row sees, `schema.statistics_rule` says:
 
-`save` writes the counts of all training rows as safetensors. For statistic i, `i.slots` [m] are the slots that are not
-empty and `i.counts` [m, 2] their rows and positives; `all` [2] counts every training row. Slots of fold k, and its row
-of `all`, follow those of fold k - 1.
+    time     the training rows of strictly earlier times. Rows of one moment do not see each other.
+    rows     the training rows of the other folds, which are drawn: of NUM_FOLDS, by the row's number, or if rows have a
+             time, by it, so that rows of one moment share a fold
+    COLUMN   as `rows`, but rows with one value of this feature share a fold
+
+So nothing depends on a row's own label. Every other row sees all training rows, as a server would; `lag.py` has the
+other choice. If training rows see other folds, which are (NUM_FOLDS - 1) / NUM_FOLDS of all, counts that others see are
+taken times this share: inputs of a row to score are then like those that the model was trained with.
+
+A value is known by its 64-bit hash, combinations by the hash of their hashes (value_counts.h); what was never counted
+has zero rows. `save` writes the counts of all training rows as safetensors. For statistic i, `i.values` int64 [m] are
+the hashes, in rising order as unsigned words, and `i.counts` [m, 2 K] rows and positives by fold; `all` [K, 2] counts
+every training row, and `zeros` [S] says how many leading bits of the hashes that are counted must be zero.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,37 +42,39 @@ from hotrow.base.door import read_file
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk
 from hotrow.data.coded import column_of, key_hashes
-from hotrow.data.native import count_before
+from hotrow.data.native import ValueCounts
 from hotrow.data.sources.schema import Schema
 from hotrow.data.sources.split import FOLD_SALT, uniform_of
 from hotrow.data.transforms import Transform
 
-MAX_BYTES = 1 << 28
-"""What the counts of all statistics may take in memory; preparation keeps them twice, or NUM_FOLDS + 1 times."""
+MAX_BYTES = 1 << 31
+"""What the counts of all statistics may take in memory, divided among them: a rule of the schema alone, because neither
+the number of rows nor the memory of a machine may decide what is counted. Little is taken until values come."""
 NUM_FOLDS = 5
-MAX_BITS, PAGE_BITS = 20, 9
-MOST = 2**32 - 1
-"""What a counter holds. Many days may have more rows; it then stays at this limit, as in `count_before`."""
 BLOCK_ROWS = 4096
 """Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
 
 
 class Statistics:
-    """Rows and positives by value for each of `schema.statistics`, empty at first."""
+    """Rows and positives by value for each of `schema.statistics`, empty at first.
 
-    def __init__(self, schema: Schema, *, num_folds: int = 1) -> None:
+    strict: for `joined_to`, which then hides rows of one time from each other.
+    """
+
+    def __init__(self, schema: Schema, *, num_folds: int = 1, strict: bool = False) -> None:
         self._schema, self._specs, self.num_folds = schema, schema.statistics, num_folds
         self._columns = tuple(dict.fromkeys(column for spec in self._specs for column in spec.columns))
         self._transforms = [spec.transforms for spec in self._specs]
-        # Neither the number of rows nor the memory of a machine may decide what is counted together.
-        self.bits = min(MAX_BITS, (MAX_BYTES // (8 * max(1, len(self._specs)))).bit_length() - 1)
-        """How many leading bits of a hash number its slot."""
-        self.counts = [_zeros((num_folds, 1 << self.bits, 2)) for _ in self._specs]
-        """By statistic: rows and positives by fold and slot."""
-        self._pages = [np.zeros(1 << self.bits - PAGE_BITS, np.bool_) for _ in self._specs]
-        """By statistic: in which pages of slots, in any fold, rows were counted."""
+        self.share = share_to_score(schema)
+        """What the counts of rows to score are taken times."""
+        # A value takes its hash, two counts a fold or as much again as of one, and its place in the index.
+        max_values = MAX_BYTES // (max(1, len(self._specs)) * (24 + 8 * (_most_folds(schema))))
+        self.counts = [ValueCounts(num_folds, max_values=max_values, strict=strict) for _ in self._specs]
+        """By statistic."""
         self.all = np.zeros((num_folds, 2), np.int64)
         """Rows, and positives, of all training rows, by fold."""
+        self._now: tuple[int | None, NDArray[np.int64]] = None, np.zeros(2, np.int64)
+        """The time of the last row of `joined_to`, and what `all` counts of it."""
 
     @property
     def num_inputs(self) -> int:
@@ -80,80 +83,90 @@ class Statistics:
 
     def add(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8] | None = None) -> None:
         """Counts the training rows of a chunk. folds: the fold of each row [n]; None if there is one."""
-        labels, hashes = positives(chunk), self.hashes(chunk)
-        for pages, own_hashes in zip(self._pages, hashes, strict=True):
-            pages[own_hashes[trains] >> np.uint64(64 - self.bits + PAGE_BITS)] = True
-        for k in range(self.num_folds):
-            own = trains if folds is None else trains & (folds == k)
-            for counts, own_hashes in zip(self.counts, hashes, strict=True):
-                count_before(own_hashes, labels, own, counts[k])
-            self.all[k] += (own.sum(), (own & labels).sum())
+        labels = positives(chunk)
+        for counts, hashes in zip(self.counts, self.hashes(chunk), strict=True):
+            counts.add(hashes, labels, trains, folds)
+        fold = np.zeros(chunk.num_rows, np.uint8) if folds is None else folds
+        for column, counted in enumerate((trains, trains & labels)):
+            self.all[:, column] += np.bincount(fold[counted], minlength=self.num_folds)
 
     def joined_to(self, chunk: Chunk, trains: NDArray[np.bool_], after: Statistics) -> Chunk:
         """Returns a chunk with the statistics of its rows as dense columns, and counts its training rows.
 
-        trains: which rows train [n]; they see the counts so far. after: the counts of all training rows, which the
-        other rows see.
+        trains: which rows train [n]; they see the counts of earlier times. after: the counts of all training rows,
+        which the other rows see.
         """
-        return self._joined(chunk, *self.counts_before(self.hashes(chunk), positives(chunk), trains, after))
+        return self._joined(chunk, *self.counts_before(self.hashes(chunk), positives(chunk), trains, chunk.time, after))
 
     def counts_before(
         self,
         hashes: Sequence[NDArray[np.uint64]],
         labels: NDArray[np.bool_],
         trains: NDArray[np.bool_],
+        times: NDArray[np.int64] | None,
         after: Statistics,
-    ) -> tuple[list[NDArray[Any]], NDArray[np.int64]]:
+    ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
         """Returns by statistic rows and positives of each row's value [n, 2], and those of all values [n, 2]; counts
         the rows that train.
 
-        hashes: of each row's value, by statistic. after: what rows that do not train see; if it is `self`, what rows
-        before them have left there.
+        hashes: of each row's value, by statistic. times: in rising order; rows that train see those of earlier times,
+        or if None, those before them. after: what rows that do not train see; if it is `self`, what rows before them
+        have left there.
         """
-        so_far = [
-            before + np.cumsum(own) - own for own, before in zip((trains, trains & labels), self.all[0], strict=True)
-        ]
-        of_all = np.stack(so_far, 1)
+        of_all = self._all_before(labels, trains, times)
         if after is not self:
             of_all[~trains] = after.all[0]
-        found = []
-        for counts, last, own in zip(self.counts, after.counts, hashes, strict=True):
-            of_value = count_before(own, labels, trains, counts[0], last[0])
-            assert of_value is not None
-            found.append(of_value)
-        self.all[0] += (trains.sum(), (trains & labels).sum())
-        return found, of_all
+        both = zip(self.counts, after.counts, hashes, strict=True)
+        return [own.before(each, labels, trains, times, last) for own, last, each in both], of_all
 
-    def joined_out_of_fold(
-        self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8], total: Statistics
-    ) -> Chunk:
+    def _all_before(
+        self, labels: NDArray[np.bool_], trains: NDArray[np.bool_], times: NDArray[np.int64] | None
+    ) -> NDArray[np.int64]:
+        """Returns rows and positives of all values that each row sees [n, 2], and counts the rows that train."""
+        counted = np.stack([trains, trains & labels], 1).astype(np.int64)
+        sums = np.cumsum(counted, 0)
+        found: NDArray[np.int64] = self.all[0] + sums - counted
+        if times is not None and len(times):
+            first = np.searchsorted(times, times)
+            found = found[first]
+            last, of_last = self._now
+            found[times == last] -= of_last
+            of_now = counted[times == times[-1]].sum(0)
+            self._now = int(times[-1]), of_now + of_last * (times[-1] == last)
+        self.all[0] += counted.sum(0)
+        return found
+
+    def joined_out_of_fold(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8]) -> Chunk:
         """Returns a chunk with the statistics of its rows as dense columns. Training rows do not see those of their own
-        fold; the others see all. folds: of each row [n]. total: the counts of all folds together."""
+        fold; the others see all. folds: of each row [n]."""
         own = np.flatnonzero(trains)
-        of_all = np.tile(total.all[0], (chunk.num_rows, 1))
+        of_all = np.tile(self.all.sum(0), (chunk.num_rows, 1))
         of_all[own] -= self.all[folds[own]]
-        first_slot_of_fold = folds[own].astype(np.int64) << self.bits
-        found = []
-        for counts, sums, hashes in zip(self.counts, total.counts, self.hashes(chunk), strict=True):
-            slots = (hashes >> np.uint64(64 - self.bits)).astype(np.int64)
-            of_value = _pairs(sums, slots)
-            of_value[own] -= _pairs(counts, first_slot_of_fold + slots[own])
-            found.append(of_value)
-        return self._joined(chunk, found, of_all)
+        share = np.where(trains, 1.0, self.share)[:, None]
+        found = [
+            counts.get(hashes, trains, folds) * share
+            for counts, hashes in zip(self.counts, self.hashes(chunk), strict=True)
+        ]
+        return self._joined(chunk, found, of_all * share)
 
     def of_rows_to_score(self, chunk: Chunk) -> Chunk:
         """Returns a chunk of rows to score with their statistics as dense columns."""
-        return self.joined_to(chunk, np.zeros(chunk.num_rows, np.bool_), self)
+        return self._joined(chunk, *self._counts_to_score(self.hashes(chunk), chunk.num_rows))
 
     def inputs_to_score(self, of_column: Mapping[str, NDArray[np.uint64]], num_rows: int) -> NDArray[np.float32]:
         """Returns the inputs of rows to score [n, J]. of_column: the hashes of their ids by column [n]."""
-        none = np.zeros(num_rows, np.bool_)
-        return self.inputs(*self.counts_before(self._crossed(of_column), none, none, self))
+        return self.inputs(*self._counts_to_score(self._crossed(of_column), num_rows))
 
-    def _joined(self, chunk: Chunk, found: Sequence[NDArray[Any]], of_all: NDArray[np.int64]) -> Chunk:
+    def _counts_to_score(
+        self, hashes: Sequence[NDArray[np.uint64]], num_rows: int
+    ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
+        found = [counts.get(own) * self.share for counts, own in zip(self.counts, hashes, strict=True)]
+        return found, np.tile(self.all.sum(0) * self.share, (num_rows, 1))
+
+    def _joined(self, chunk: Chunk, found: Sequence[NDArray[Any]], of_all: NDArray[Any]) -> Chunk:
         return replace(chunk, dense=np.concatenate([chunk.dense, self.inputs(found, of_all)], 1))
 
-    def inputs(self, found: Sequence[NDArray[Any]], of_all: NDArray[np.int64]) -> NDArray[np.float32]:
+    def inputs(self, found: Sequence[NDArray[Any]], of_all: NDArray[Any]) -> NDArray[np.float32]:
         """Returns the inputs of rows [n, J], of what `counts_before` returns."""
         out = np.empty((len(of_all), self.num_inputs), np.float32)
         column = 0
@@ -169,22 +182,12 @@ class Statistics:
     def total(self) -> Statistics:
         """Returns the counts of all folds together."""
         found = Statistics(self._schema)
-        for own, counts, pages, own_pages in zip(found.counts, self.counts, found._pages, self._pages, strict=True):
-            pages[:] = own_pages
-            sums, *others = counts.reshape(self.num_folds, -1, 1 << PAGE_BITS, 2)[:, pages]
-            for more in others:
-                sums += more
-                np.putmask(sums, sums < more, MOST)  # the sum went past what a counter holds
-            own.reshape(-1, 1 << PAGE_BITS, 2)[pages] = sums
+        for own, counts in zip(found.counts, self.counts, strict=True):
+            hashes, by_fold, zeros = counts.items()
+            for k in range(self.num_folds):
+                own.put(hashes, np.ascontiguousarray(by_fold[:, 2 * k : 2 * k + 2]), zeros=zeros)
         found.all[0] = self.all.sum(0)
         return found
-
-    def _counted(self, i: int) -> NDArray[np.int64]:
-        """Returns the slots of statistic i in which rows were counted, those of fold k behind those of fold k - 1."""
-        pages = np.flatnonzero(self._pages[i])
-        counts = self.counts[i].reshape(self.num_folds, -1, 1 << PAGE_BITS, 2)[:, pages]
-        fold, page, slot = np.nonzero(counts[..., 0])
-        return (fold << self.bits) + (pages[page] << PAGE_BITS) + slot
 
     def hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
         """Returns by statistic the hash of each row's value [n]."""
@@ -196,12 +199,9 @@ class Statistics:
 
     def merge(self, other: Statistics, *, fold: int = 0) -> None:
         """Adds the counts of other rows, those of their first fold to `fold`."""
-        for i, counts in enumerate(other.counts):
-            slots = other._counted(i)
-            own, more = self.counts[i].reshape(-1, 2), counts.reshape(-1, 2)[slots]
-            slots += fold << self.bits
-            own[slots] = np.minimum(own[slots].astype(np.int64) + more, MOST)
-            self._pages[i] |= other._pages[i]
+        for own, counts in zip(self.counts, other.counts, strict=True):
+            hashes, by_fold, zeros = counts.items()
+            own.put(hashes, by_fold, fold=fold, zeros=zeros)
         self.all[fold : fold + other.num_folds] += other.all
 
     def with_earlier(self, earlier: Statistics) -> Statistics:
@@ -213,7 +213,7 @@ class Statistics:
         return found
 
     def __reduce__(self) -> Any:
-        """Pickles as `save` writes: of many slots few are taken."""
+        """Pickles as `save` writes."""
         return Statistics._of, (self._to_bytes(), self._schema, self.num_folds)
 
     def save(self, path: Path) -> None:
@@ -222,57 +222,59 @@ class Statistics:
             file.write(self._to_bytes())
 
     def _to_bytes(self) -> bytes:
-        arrays: dict[str, NDArray[np.int64]] = {"all": self.all.reshape(-1)}
-        for i, counts in enumerate(self.counts):
-            of_slot = counts.reshape(-1, 2)
-            arrays[f"{i}.slots"] = self._counted(i)
-            arrays[f"{i}.counts"] = of_slot[arrays[f"{i}.slots"]].astype(np.int64)
+        items = [counts.items() for counts in self.counts]
+        arrays: dict[str, NDArray[np.int64]] = {"all": self.all, "zeros": np.array([z for *_, z in items], np.int64)}
+        for i, (hashes, counts, _) in enumerate(items):
+            arrays |= {f"{i}.values": hashes.view(np.int64), f"{i}.counts": counts.astype(np.int64)}
         return save(arrays)
 
     @staticmethod
-    def load(schema: Schema, path: Path, *, num_folds: int = 1, cure: str) -> Statistics:
+    def load(schema: Schema, path: Path, *, num_folds: int = 1, strict: bool = False, cure: str) -> Statistics:
         """Reads what `save` wrote. Raises ValueError naming the file if it is damaged, or not of these statistics."""
         try:
-            return Statistics._of(read_file(path), schema, num_folds)
+            return Statistics._of(read_file(path), schema, num_folds, strict=strict)
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise ValueError(f"{path} does not hold the statistics of this schema ({error}); {cure}") from None
 
     @staticmethod
-    def _of(data: bytes, schema: Schema, num_folds: int) -> Statistics:
-        found, arrays = Statistics(schema, num_folds=num_folds), load(data)
+    def _of(data: bytes, schema: Schema, num_folds: int, *, strict: bool = False) -> Statistics:
+        found, arrays = Statistics(schema, num_folds=num_folds, strict=strict), load(data)
         found.all[:] = arrays["all"].reshape(num_folds, 2)
         for i, counts in enumerate(found.counts):
-            slots, own = arrays[f"{i}.slots"], arrays[f"{i}.counts"]
-            if len(slots) and not (slots.min() >= 0 and own.min() >= 0 and own.max() < 1 << 32):
-                raise ValueError(f"a slot or a count of {i} is out of range")
-            counts.reshape(-1, 2)[slots] = own
-            found._pages[i][slots % (1 << found.bits) >> PAGE_BITS] = True
+            values, own, zeros = arrays[f"{i}.values"], arrays[f"{i}.counts"], int(arrays["zeros"][i])
+            if own.shape != (len(values), 2 * num_folds) or not 0 <= zeros < 64:
+                raise ValueError(f"{i}.counts is {list(own.shape)}, or zeros is {zeros}")
+            if len(values) and not (own.min() >= 0 and own.max() < 1 << 32):
+                raise ValueError(f"a count of {i} is out of range")
+            counts.put(values.view(np.uint64), own.astype(np.uint32), zeros=zeros)
         return found
 
 
-def _pairs(counts: NDArray[np.uint32], slots: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Returns rows and positives [n, 2] of slots, those of fold k behind those of fold k - 1."""
-    return counts.reshape(-1).view(np.uint64).take(slots).view(np.uint32).reshape(-1, 2)
-
-
-def _zeros(shape: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Returns zeros of which memory is taken page by page, 4 KiB each, as they are counted up: few rows touch few.
-    NumPy asks for pages of 2 MiB, which a few hundred rows touch all."""
-    memory = mmap.mmap(-1, 4 * math.prod(shape))
-    with suppress(AttributeError, OSError):  # not Linux, or a kernel without large pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.uint32).reshape(shape)
+def _most_folds(schema: Schema) -> int:
+    """Folds with one of earlier days; of counts by time, what `strict` ones keep besides."""
+    return NUM_FOLDS + 1 if schema.statistics_rule != "time" else 3
 
 
 def num_folds(schema: Schema) -> int:
-    """Returns how many folds training rows have: one if they have a time, by which they are counted."""
-    return NUM_FOLDS if schema.time is None else 1
+    """Returns how many folds training rows have: one if they are counted as of their time."""
+    return 1 if schema.statistics_rule == "time" else NUM_FOLDS
 
 
-def folds_of(schema: Schema, rows: NDArray[np.int64]) -> NDArray[np.uint8] | None:
-    """The fold of each row by its number [n]; None if there is one."""
-    if not schema.statistics or num_folds(schema) == 1:
+def share_to_score(schema: Schema) -> float:
+    """Returns what the counts that rows to score see are taken times; see the module."""
+    return 1.0 if num_folds(schema) == 1 else (NUM_FOLDS - 1) / NUM_FOLDS
+
+
+def folds_of(schema: Schema, rows: NDArray[np.int64], chunk: Chunk) -> NDArray[np.uint8] | None:
+    """The fold of each row of a chunk by its number, its time, or its value of the feature that the schema names [n];
+    None if there is one."""
+    rule = schema.statistics_rule
+    if not schema.statistics or rule == "time":
         return None
+    if rule != "rows":
+        rows = key_hashes(column_of(chunk.keys, rule)).view(np.int64)
+    elif chunk.time is not None:
+        rows = chunk.time
     return (uniform_of(schema.split.seed, rows, salt=FOLD_SALT) * NUM_FOLDS).astype(np.uint8)
 
 

@@ -23,6 +23,7 @@ from hotrow.base.machine import usable_cores
 from hotrow.base.records import nearest
 from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, numbers, without_missing
 from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.crosses import find_crosses
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
 from hotrow.data.sources.guess_time import find_time, holds_unix_times
@@ -30,7 +31,6 @@ from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.kinds import Kind, tell_kind
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
-from hotrow.data.sources.pairs import find_pairs
 from hotrow.data.sources.sample import sample_rows
 from hotrow.data.sources.schema import (
     DEFAULT,
@@ -70,8 +70,8 @@ class SchemaGuess:
     """About how many rows all files have."""
     is_binary: bool = True
     """Whether the label is 0 or 1, so that statistics can count the positive ones."""
-    pairs: tuple[tuple[str, str], ...] = ()
-    """Columns whose statistics are taken together as well."""
+    crosses: tuple[tuple[str, ...], ...] = ()
+    """Columns whose statistics are taken together as well: pairs, then triples."""
     reader: TableReader | None = None
     """The table, of which text has been read."""
 
@@ -97,8 +97,8 @@ class SchemaGuess:
 
     @property
     def statistics(self) -> list[list[str]]:
-        """The columns of each statistic: every feature of one id per row, then `pairs`; none if labels are numbers."""
-        return [*([name] for name in single_ids(self.guesses)), *map(list, self.pairs)] if self.is_binary else []
+        """The columns of each statistic: every feature of one id, then `crosses`; none if labels are numbers."""
+        return [*([name] for name in single_ids(self.guesses)), *map(list, self.crosses)] if self.is_binary else []
 
     @property
     def tables(self) -> dict[str, dict[str, int]]:
@@ -188,7 +188,7 @@ def guess_columns(
     if labels is None:
         return guess
     guess = _without_leaks(guess, facts, sample.filter(pa.array(labels.good)), roles)
-    return _with_pairs(guess, facts, sample, labels)
+    return _with_crosses(guess, facts, sample, labels)
 
 
 def single_ids(guesses: Sequence[Guess]) -> list[str]:
@@ -196,8 +196,8 @@ def single_ids(guesses: Sequence[Guess]) -> list[str]:
     return [g.column for g in guesses if g.role == "categorical" and "kind" not in g.spec]
 
 
-def _with_pairs(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels) -> SchemaGuess:
-    """Returns `guess` with the pairs of columns that tell more together."""
+def _with_crosses(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels) -> SchemaGuess:
+    """Returns `guess` with the columns that may tell more together."""
     buckets = {g.column: g.spec.get("buckets") for g in guess.of("categorical")}
     by_name = {f.name: f for f in facts}
 
@@ -214,7 +214,7 @@ def _with_pairs(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Tab
     names = single_ids(guess.guesses)
     with ThreadPoolExecutor(usable_cores()) as executor:
         found = dict(zip(names, executor.map(codes, names), strict=True))
-    return replace(guess, pairs=tuple(find_pairs(found, labels.positive[labels.good])))
+    return replace(guess, crosses=tuple(find_crosses(found, labels.positive[labels.good])))
 
 
 def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -> tuple[pa.Table, list[ColumnFacts]]:

@@ -325,11 +325,14 @@ class Schema(_Strict):
     """Columns that are computed from columns: mappings from a transform's name to what it computes, of stored columns
     and of those that entries before it compute."""
     statistics: tuple[StatisticSpec, ...] = ()
-    """Inputs besides `dense` and `categorical`: the label's statistics by value, over the training rows before each
-    row."""
+    """Inputs besides `dense` and `categorical`: the label's statistics by value."""
+    statistics_by: str | None = None
+    """Which training rows a training row sees in its statistics: time, those of strictly earlier times; rows, those of
+    other folds, into which rows are drawn, or if they have a time, moments; the name of a feature, those of other folds
+    too, into which its values are drawn. If None, it is time if the schema has one, else rows."""
     statistics_lag: Annotated[str, AfterValidator(_a_lag)] | None = None
-    """How much older, such as 1d or 6h, rows must be for those that do not train to see them in their statistics,
-    whatever their split is. If None, rows that do not train see the training rows."""
+    """How much older, such as 1d or 6h, rows must be to be seen in the statistics of time: training rows see those that
+    train, other rows those of every split. If None, rows that do not train see the training rows."""
     tables: dict[str, TableSpec] = {}
     """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
@@ -451,8 +454,14 @@ class Schema(_Strict):
             raise ValueError(f"statistics: two inputs are called {repeated[0]!r}; list each statistic once")
         if self.statistics and self.label.kind != "binary":
             raise ValueError(f"statistics count positive labels, but label.kind is {self.label.kind!r}; remove them")
-        if self.statistics_lag is not None and (self.time is None or not self.statistics):
-            what = "no time" if self.time is None else "no statistics"
+        by_time = self.statistics_rule == "time"
+        if by_time and self.statistics_by is not None and self.time is None:
+            raise ValueError("statistics_by is 'time', but the schema has no time; name its column under time")
+        if not by_time and self.statistics_rule not in ("rows", *single):
+            known = ", ".join(("time", "rows", *single))
+            raise ValueError(f"statistics_by is {self.statistics_by!r}; it is one of {known}")
+        if self.statistics_lag is not None and not (by_time and self.statistics):
+            what = "no time" if self.time is None else "statistics by folds" if self.statistics else "no statistics"
             raise ValueError(
                 f"statistics_lag is {self.statistics_lag!r}, but the schema has {what}; add it or leave out the lag"
             )
@@ -472,6 +481,11 @@ class Schema(_Strict):
     def feature_names(self) -> tuple[str, ...]:
         """Columns of ids, in order."""
         return tuple(c.column for c in self.categorical)
+
+    @property
+    def statistics_rule(self) -> str:
+        """`statistics_by`, or what it stands for."""
+        return self.statistics_by or ("rows" if self.time is None else "time")
 
     @property
     def statistics_lag_s(self) -> int | None:

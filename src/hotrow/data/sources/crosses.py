@@ -1,4 +1,4 @@
-"""Finds pairs of id columns that tell more of the label together than each does alone, by a sample of rows.
+"""Ranks combinations of id columns by what they tell of the label beyond the columns, by a sample of rows.
 
 A logistic model of the columns' own statistics is fitted first. A pair is judged by what one Newton step on the model's
 residuals, a step for each pair of values, takes off the loss of rows that did not make the step:
@@ -7,12 +7,13 @@ residuals, a step for each pair of values, takes off the loss of rows that did n
     d(c) = sum g / (sum h + PRIOR mean h)   over the rows of the other folds with the values c
     gain = g d - h d^2 / 2                  of each row, what the loss falls by
 
-Pairs whose mean gain is CLEAR standard errors above 0 are taken, those with the largest gains first.
+The best pairs are taken, whether their gain is clear or not: whether any cross helps, `fit` tries on validation rows.
+Triples grow from the best pairs by one column, and are judged after these pairs' statistics have joined the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 import numpy as np
@@ -20,21 +21,26 @@ from numpy.typing import NDArray
 
 from hotrow.data.native import GOLDEN, mix64
 
-MAX_PAIRS = 16
-CLEAR = 3.0
-"""Standard errors. Hundreds of pairs are tried, and of 700 that tell nothing one is above this by chance."""
+MOST = 32
+"""Pairs that are taken, and triples."""
+GROWN = 12
+"""Pairs of which triples are made."""
 MIN_OF_EACH = 300
-"""Rows of either label below which no pair is looked for."""
+"""Rows of either label below which no cross is looked for."""
 MAX_STEPS = 20_000_000
 """Rows times pairs that are looked at, so that a guess takes seconds: of 100 columns every 15th of 60,000 rows. With so
-many columns that too few rows are left, none is looked for."""
+many columns that too few rows are left, no cross is looked for."""
 FOLDS, PRIOR, RIDGE = 3, 10.0, 10.0
-SLOT_BITS = 16
+SLOT_BITS = 18
 Floats = NDArray[np.float64]
+Cross = tuple[str, ...]
 
 
-def find_pairs(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bool_]) -> list[tuple[str, str]]:
-    """Returns at most MAX_PAIRS pairs of names. codes: a whole number for each row's value [n], by column."""
+def find_crosses(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bool_]) -> list[Cross]:
+    """Returns pairs of names, then triples, each at most MOST, those with the largest gains first.
+
+    codes: a whole number for each row's value [n], by column.
+    """
     every = -(-len(positive) * len(codes) * (len(codes) - 1) // 2 // MAX_STEPS) or 1
     codes, positive = {name: own[::every] for name, own in codes.items()}, positive[::every]
     num_positive = int(positive.sum())
@@ -43,17 +49,34 @@ def find_pairs(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bool
     label = positive.astype(np.float64)
     # Folds are drawn: rows may lie in an order that tells the label, and neighbours may be alike.
     fold = np.random.default_rng(0).integers(0, FOLDS, len(label))
-    slots = {name: _slots(mix64(own.astype(np.uint64))) for name, own in codes.items()}
-    p = _fitted(np.stack([_statistic(own, label, fold) for own in slots.values()], 1), label)
-    residual, curvature = label - p, p * (1 - p)
-    gains: dict[tuple[str, str], float] = {}
-    for pair in combinations(codes, 2):
-        first, second = (codes[name].astype(np.uint64) for name in pair)
-        own = _slots(mix64(mix64(first) * np.uint64(GOLDEN) + second))
-        gain = gains_of(own, residual, curvature, fold)
-        if gain.mean() > CLEAR * gain.std() / np.sqrt(len(gain)):
-            gains[pair] = float(gain.mean())
-    return sorted(gains, key=lambda pair: -gains[pair])[:MAX_PAIRS]
+    hashes = {name: mix64(own.astype(np.uint64)) for name, own in codes.items()}
+
+    def slots_of(cross: Cross) -> NDArray[np.int64]:
+        found = np.zeros(len(label), np.uint64)
+        for name in cross:
+            found = mix64(found * np.uint64(GOLDEN) + hashes[name])
+        return (found >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
+
+    def best(crosses: Iterable[Cross], inputs: list[Floats]) -> list[Cross]:
+        """Returns the crosses with the largest gains after a logistic model of the inputs [n]."""
+        p = _fitted(np.stack(inputs, 1), label)
+        residual, curvature = label - p, p * (1 - p)
+        gain = {cross: gains_of(slots_of(cross), residual, curvature, fold).mean() for cross in crosses}
+        return sorted(gain, key=lambda cross: -gain[cross])[:MOST]
+
+    def inputs_of(crosses: Iterable[Cross]) -> list[Floats]:
+        return [_statistic(slots_of(cross), label, fold) for cross in crosses]
+
+    inputs = inputs_of((name,) for name in codes)
+    pairs = best(combinations(codes, 2), inputs)
+    place = {name: i for i, name in enumerate(codes)}
+    grown = {
+        tuple(sorted((*pair, name), key=place.__getitem__)): None
+        for pair in pairs[:GROWN]
+        for name in codes
+        if name not in pair
+    }
+    return [*pairs, *(best(grown, inputs + inputs_of(pairs)) if grown else [])]
 
 
 def gains_of(slots: NDArray[np.int64], residual: Floats, curvature: Floats, fold: NDArray[np.int64]) -> Floats:
@@ -61,10 +84,6 @@ def gains_of(slots: NDArray[np.int64], residual: Floats, curvature: Floats, fold
     step = _others(slots, residual, fold) / (_others(slots, curvature, fold) + PRIOR * curvature.mean())
     gain: Floats = residual * step - curvature * step**2 / 2
     return gain
-
-
-def _slots(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return (hashes >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
 
 
 def _others(slots: NDArray[np.int64], values: Floats, fold: NDArray[np.int64]) -> Floats:
