@@ -327,13 +327,13 @@ void Engine::fail(Job& job) noexcept try {
   has_failed_ = true;
   const TableFile& file = job.table->file;
   const int error = job.result < 0 ? static_cast<int>(-job.result) : 0;
-  std::string what = job.kind == Io::Kind::sync ? "syncing" : job.kind == Io::Kind::write ? "writing" : "reading";
+  std::string what = job.kind == Io::Kind::sync ? "syncing" : job.kind == Io::Kind::write ? "writing " : "reading ";
   if (job.call) {
-    what += " " + rows_text(file, job.call->moves[job.first_move].row, job.call->moves[job.last_move - 1].row) + " of";
+    what += rows_text(file, job.call->moves[job.first_move].row, job.call->moves[job.last_move - 1].row) + " of";
   } else if (job.kind != Io::Kind::sync) {
     const int64_t first = job.unit * file.layout.unit_rows;
     const int64_t last = first + job.num_units * file.layout.unit_rows - 1;
-    what += " " + rows_text(file, first, std::min(last, job.table->num_rows.load() - 1)) + " of";
+    what += rows_text(file, first, std::min(last, job.table->num_rows.load() - 1)) + " of";
   }
   what += " table '" + file.table + "' in " + file.path + ": " +
           (error ? std::string(std::strerror(error)) : std::string("nothing moved"));
