@@ -19,7 +19,7 @@ class Door final : public BlockStore {
   }
 
   ~Door() override {
-    if (engine_->is_of_this_process()) {
+    if (table_->failure.in_opening_process()) {
       flush();
       ask(Call::Kind::detach);
     }
@@ -32,7 +32,7 @@ class Door final : public BlockStore {
     std::vector<Move> sorted(moves.begin(), moves.end());
     const auto before = [](const Move& a, const Move& b) { return a.row < b.row; };
     if (!std::is_sorted(sorted.begin(), sorted.end(), before)) std::sort(sorted.begin(), sorted.end(), before);
-    if (!is_usable() || !table_->has_rows(sorted.front().row, sorted.back().row)) return;
+    if (!is_usable()) return;
     engine_->push({Call::Kind::read, table_.get(), std::move(sorted), slots, nullptr, &ticket});
     asked.hand_on();
   }
@@ -46,7 +46,6 @@ class Door final : public BlockStore {
       return moves[a].row < moves[b].row || (moves[a].row == moves[b].row && a < b);
     };
     if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
-    if (!table_->has_rows(moves[order.front()].row, moves[order.back()].row)) return;
     const BlockLayout& layout = table_->file.layout;
     const auto unit_at = [&](size_t i) { return layout.unit_of(moves[order[i]].row); };
     int64_t num_units = 1;
@@ -84,12 +83,12 @@ class Door final : public BlockStore {
 
   const Failure* failure() const override { return table_->failure.get(); }
   int64_t record_bytes() const override { return table_->file.layout.record_bytes; }
-  int64_t num_rows() const override { return table_->num_rows.load(); }
+  int64_t num_rows() const override { return table_->file.num_rows; }
 
   StoreCounters counters() const override {
     const Counted& c = table_->counted;
     const int64_t own = c.reads + c.writes, all = engine_->num_ios();
-    const bool here = engine_->is_of_this_process();
+    const bool here = table_->failure.in_opening_process();
     const double share = all && here ? static_cast<double>(own) / static_cast<double>(all) : 0.0;
     const auto cpu_ns = here ? static_cast<int64_t>(share * static_cast<double>(engine_->cpu_ns())) : 0;
     return {c.reads,         c.read_rows,         c.read_bytes,         c.writes,     c.written_rows,
@@ -113,10 +112,7 @@ class Door final : public BlockStore {
 
   // A failed store takes no calls; nor does a store in a forked child, whose parent has the thread.
   bool is_usable() {
-    if (!engine_->is_of_this_process()) {
-      table_->failure.set(forked_text(table_->file.table, table_->file.path));
-    }
-    return table_->failure.get() == nullptr;
+    return table_->failure.check_process(table_->file.table, table_->file.path) && !table_->failure.get();
   }
 
   std::shared_ptr<Engine> engine_;

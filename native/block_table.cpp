@@ -14,17 +14,10 @@ constexpr int64_t kChunkBytes = 1 << 16;  // some hundred sectors: few system ca
 
 }  // namespace
 
-bool Table::has_rows(int64_t first, int64_t last) {
-  if (first >= 0 && last < num_rows.load()) return true;
-  failure.set("table '" + file.table + "': " + rows_text(file, first, last) + " were asked for, but it has " +
-              std::to_string(num_rows.load()) + " rows (" + file.path + ")");
-  return false;
-}
-
 // A write beyond the end of a truncated file makes it longer again, though never as long as it was (kTailBytes), and
 // the rows between read as zeros.
 bool Table::is_whole() {
-  return hotrow::is_whole(file.fd, file.layout.file_bytes(num_rows.load()), file.table, file.path, failure);
+  return hotrow::is_whole(file.fd, file.layout.file_bytes(file.num_rows), file.table, file.path, failure);
 }
 
 // ---- units

@@ -1,6 +1,5 @@
 // See hotrow/cached_store.h.
 #include <hotrow/cached_store.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -18,7 +17,6 @@ class CachedStore final : public Store {
       : middle_(std::move(middle)),
         lower_(std::move(lower)),
         table_(std::move(table)),
-        process_(getpid()),
         ways_(std::min(kSetPlaces, middle_->num_rows())),
         num_sets_(middle_->num_rows() / ways_),
         piece_rows_(std::max<int64_t>(1, kPieceBytes / lower_->record_bytes())),
@@ -28,42 +26,35 @@ class CachedStore final : public Store {
 
   // The lower store, as it goes, sees to it that what it was given is on its medium. After `fail` nothing goes down.
   ~CachedStore() override {
-    if (getpid() == process_) write_all_down();
+    if (failure_.in_opening_process()) write_all_down();
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    if (!is_here()) return refuse(moves, ticket);
+    Asked asked(ticket, 1);
+    if (!in_opening_process()) return;
     const std::lock_guard lock(mutex_);
-    if (failure()) return refuse(moves, ticket);
+    if (failure()) return;
     std::vector<Move> here, below;
-    const int64_t num_rows = lower_->num_rows();
     for (size_t i = 0; i < moves.size(); ++i) {
       fetch(moves, i + kAhead);
       const Move& move = moves[i];
-      const int64_t place = 0 <= move.row && move.row < num_rows ? find(move.row) : kNone;
+      const int64_t place = find(move.row);
       place == kNone ? below.push_back(move) : here.push_back({place, move.slot});
     }
     // What takes longer is on its way while the rest is copied.
     if (!below.empty()) lower_->read(below, slots, ticket);
-    if (here.empty()) return;
-    middle_->read(here, slots, ticket);
+    if (!here.empty()) middle_->read(here, slots, ticket);
     hits_ += static_cast<int64_t>(here.size());
-    tell_of_middle("reading", moves);
+    if (!tell_of_middle("reading", moves)) asked.done();  // the moves are counted by who reads them
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    if (!is_here()) return;
+    if (!in_opening_process()) return;
     const std::lock_guard lock(mutex_);
-    const int64_t num_rows = lower_->num_rows();
     for (size_t i = 0; i < moves.size() && !failure(); ++i) {
       fetch(moves, i + kAhead);
       const Move& move = moves[i];
-      if (move.row < 0 || move.row >= num_rows) {
-        failure_.set("table '" + table_ + "': row " + std::to_string(move.row) + " was asked for, but it has " +
-                     std::to_string(num_rows) + " rows");
-        break;
-      }
       int64_t place = find(move.row);
       if (place == kNone) {
         place = give_place(move.row, slots);
@@ -77,7 +68,7 @@ class CachedStore final : public Store {
   }
 
   bool flush() override {
-    if (!is_here()) return false;
+    if (!in_opening_process()) return false;
     const std::lock_guard lock(mutex_);
     return write_all_down() && lower_->flush() && !failure();
   }
@@ -188,19 +179,7 @@ class CachedStore final : public Store {
     return true;
   }
 
-  bool is_here() {
-    if (getpid() == process_) return true;
-    failure_.set("table '" + table_ +
-                 "' was opened before this process was forked: use it in the process that opened it, or start workers "
-                 "with multiprocessing's 'spawn'");
-    return false;
-  }
-
-  static void refuse(std::span<const Move> moves, Ticket& ticket) {
-    const auto count = static_cast<int64_t>(moves.size());
-    ticket.add(count);
-    ticket.fail(count);
-  }
+  bool in_opening_process() { return failure_.check_process(table_); }
 
   // Whether the middle has failed; its own words know places alone.
   bool tell_of_middle(const char* operation, std::span<const Move> moves) {
@@ -218,7 +197,6 @@ class CachedStore final : public Store {
 
   const std::shared_ptr<Store> middle_, lower_;
   const std::string table_;
-  const pid_t process_;
   const int64_t ways_, num_sets_, piece_rows_;
   FailureSlot failure_;
   std::atomic<int64_t> hits_{0}, num_resident_{0};

@@ -60,19 +60,11 @@ class NoSignals {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
-    : options_(options), process_(getpid()), room_(room_bytes(options)), index_(room_.most_units(kLeastDirtyBytes)) {}
+    : options_(options), room_(room_bytes(options)), index_(room_.most_units(kLeastDirtyBytes)) {}
 
 int64_t Engine::num_bytes() const {
   return fixed_bytes(options_) + index_.num_bytes() + room_.num_bytes() + large_bytes_.load(std::memory_order_relaxed);
 }
-
-std::string rows_text(const TableFile& file, int64_t first, int64_t last) {
-  if (file.names) return file.names->text(first, last);
-  if (first == last) return "row " + std::to_string(first);
-  return "rows " + std::to_string(first) + " to " + std::to_string(last);
-}
-
-bool Engine::is_of_this_process() const { return getpid() == process_; }
 
 // The thread that uses the queue makes it; that thread takes no signals.
 bool Engine::open(std::string& reason) {
@@ -227,8 +219,8 @@ void Engine::start_writing(const Call& call) {
 
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason) {
   // A forked child does not have the thread to join, and locks may be held for ever: there, nothing is touched.
-  const auto end = [](Engine* engine) {
-    if (engine->is_of_this_process()) delete engine;
+  const auto end = [process = getpid()](Engine* engine) {
+    if (getpid() == process) delete engine;
   };
   const std::shared_ptr<Engine> engine(new Engine(options), end);
   return engine->open(reason) ? engine : nullptr;

@@ -14,9 +14,6 @@
 
 namespace hotrow {
 
-// "row 3", or "rows 3 to 9", or as the file names them.
-std::string rows_text(const TableFile& file, int64_t first, int64_t last);
-
 struct Table;
 
 // Memory for units that wait. Filled from the front up to `size`, and reused when none of them waits any more.
@@ -112,12 +109,10 @@ inline void bump_own(std::atomic<int64_t>& counter, int64_t n) {
 
 // Used by the engine's thread alone, except what is atomic, and `file`, which does not change.
 struct Table {
-  explicit Table(TableFile f)
-      : file(std::move(f)), known_words((file.layout.unit_rows + 63) / 64), num_rows(file.num_rows) {}
+  explicit Table(TableFile f) : file(std::move(f)), known_words((file.layout.unit_rows + 63) / 64) {}
 
   TableFile file;
   const int64_t known_words;
-  std::atomic<int64_t> num_rows;
   Counted counted;
   FailureSlot failure;
   std::atomic<int64_t> inject_after{0};  // 0: none
@@ -129,8 +124,6 @@ struct Table {
   std::vector<Ticket*> flushes;
   Ticket* leaving = nullptr;
 
-  // Whether these are rows of the table; if not, it fails.
-  bool has_rows(int64_t first, int64_t last);
   // Whether the file is as long as its rows need; if not, the table fails.
   bool is_whole();
   // The memory of a unit that waits.
@@ -193,7 +186,6 @@ class Engine {
   // The memory it holds now: what waiting rows take or took, and its own.
   int64_t num_bytes() const;
   int64_t num_ios() const { return num_ios_.load(std::memory_order_relaxed); }
-  bool is_of_this_process() const;
 
  private:
   void run();
@@ -226,7 +218,6 @@ class Engine {
   void drop(Dirty* unit);
 
   EngineOptions options_;
-  pid_t process_;
   std::unique_ptr<std::thread> thread_;
   std::unique_ptr<IoQueue> queue_;
   Room room_;

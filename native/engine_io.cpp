@@ -22,6 +22,13 @@ const char* cure_of(int error) {
   return "the disk or its driver has failed: look into the kernel's log (dmesg)";
 }
 
+// "row 3", or "rows 3 to 9", or as the file names them.
+std::string rows_text(const TableFile& file, int64_t first, int64_t last) {
+  if (file.names) return file.names->text(first, last);
+  if (first == last) return "row " + std::to_string(first);
+  return "rows " + std::to_string(first) + " to " + std::to_string(last);
+}
+
 }  // namespace
 
 // Reads go first, because somebody waits for them, but leave a quarter of the queue to writes, which take at most half.
@@ -333,7 +340,7 @@ void Engine::fail(Job& job) noexcept try {
   } else if (job.kind != Io::Kind::sync) {
     const int64_t first = job.unit * file.layout.unit_rows;
     const int64_t last = first + job.num_units * file.layout.unit_rows - 1;
-    what += rows_text(file, first, std::min(last, job.table->num_rows.load() - 1)) + " of";
+    what += rows_text(file, first, std::min(last, file.num_rows - 1)) + " of";
   }
   what += " table '" + file.table + "' in " + file.path + ": " +
           (error ? std::string(std::strerror(error)) : std::string("nothing moved"));

@@ -234,7 +234,6 @@ class GatheredStore final : public BlockStore {
       : layout_(file.layout),
         table_(file.table),
         path_(file.path),
-        process_(getpid()),
         places_(std::make_shared<Places>(file.layout, file.num_rows)),
         fd_(file.fd) {
     file.num_rows = num_places(layout_, file.num_rows);
@@ -245,11 +244,8 @@ class GatheredStore final : public BlockStore {
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
     Asked asked(ticket, static_cast<int64_t>(moves.size()));
-    if (!is_here()) return;
+    if (!failure_.check_process(table_, path_)) return;
     const std::lock_guard lock(calls_);
-    for (const Move& move : moves) {
-      if (!is_row(move.row)) break;
-    }
     if (failure()) return;
     std::vector<Move> below;
     std::vector<std::byte> zeros;
@@ -277,7 +273,7 @@ class GatheredStore final : public BlockStore {
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    if (moves.empty() || !is_here()) return;
+    if (moves.empty() || !failure_.check_process(table_, path_)) return;
     const std::lock_guard lock(calls_);
     Piece piece(layout_.record_bytes);
     std::vector<std::pair<int64_t, int64_t>> wanted;  // pages that need room: the first, and how many
@@ -290,7 +286,6 @@ class GatheredStore final : public BlockStore {
             slots.fetch(moves[i + kAhead].slot);
           }
           const Move& move = moves[i];
-          if (!is_row(move.row)) break;
           Region& region = places_->make(move.row);
           const int64_t held_before = region.num_held();
           slots.gather(move.slot,
@@ -309,7 +304,7 @@ class GatheredStore final : public BlockStore {
   }
 
   bool flush() override {
-    if (!is_here()) return false;
+    if (!failure_.check_process(table_, path_)) return false;
     const std::lock_guard lock(calls_);
     return write_held() && lower_->flush() && !failure();
   }
@@ -328,7 +323,7 @@ class GatheredStore final : public BlockStore {
     c.read_rows += served_ + unwritten_;
     c.served_from_queue += served_;
     c.held_bytes += num_held_ * layout_.record_bytes;
-    if (getpid() != process_) return c;
+    if (!failure_.in_opening_process()) return c;
     const std::lock_guard lock(places_->mutex);
     places_->for_each([&](const Region& region, int64_t) { c.places_bytes += region.num_bytes(); });
     return c;
@@ -363,27 +358,11 @@ class GatheredStore final : public BlockStore {
   }
 
   const Region* region_ahead(std::span<const Move> moves, size_t i) const {
-    if (i + kAhead >= moves.size()) return nullptr;
-    const int64_t row = moves[i + kAhead].row;
-    return 0 <= row && row < places_->num_rows() ? places_->find(row) : nullptr;
-  }
-
-  bool is_row(int64_t row) {
-    if (0 <= row && row < places_->num_rows()) return true;
-    failure_.set("table '" + table_ + "': row " + std::to_string(row) + " was asked for, but it has " +
-                 std::to_string(places_->num_rows()) + " rows (" + path_ + ")");
-    return false;
-  }
-
-  bool is_here() {
-    if (getpid() == process_) return true;
-    failure_.set(forked_text(table_, path_));
-    return false;
+    return i + kAhead < moves.size() ? places_->find(moves[i + kAhead].row) : nullptr;
   }
 
   const BlockLayout layout_;
   const std::string table_, path_;
-  const pid_t process_;
   FailureSlot failure_;
   std::atomic<int64_t> served_{0}, unwritten_{0}, num_held_{0};
   std::mutex calls_;  // before places_->mutex

@@ -1,10 +1,13 @@
 // The rows of one table behind a cache: a store takes records out of slots of fast memory and brings them back. It does
 // not know which rows exist: a row that was never written reads as zeros.
 //
-// Any thread may call. A read sees the writes of calls before it; a row must not be written while it is being read.
-// After an error of the medium a store does nothing more: every ticket and flush says so, and `failure` says why. A
-// call that throws std::bad_alloc may have lost rows half-way: whoever catches it calls `fail` (see `guarded`).
+// Any thread may call; callers check that rows are in [0, num_rows). A read sees the writes of calls before it; a row
+// must not be written while it is being read. After an error of the medium a store does nothing more: every ticket and
+// flush says so, and `failure` says why. A call that throws std::bad_alloc may have lost rows half-way: whoever catches
+// it calls `fail` (see `guarded`).
 #pragma once
+
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -125,7 +128,8 @@ struct Failure {
   std::string what;
 };
 
-// Keeps the first failure for ever.
+// The first failure of a store, which stays for ever; and the process that opened it. A forked child lacks the threads
+// of its parent, and locks may be held for ever there.
 class FailureSlot {
  public:
   ~FailureSlot() {
@@ -146,18 +150,22 @@ class FailureSlot {
       first_.compare_exchange_strong(none, &kNoWords);
     }
   }
+  bool in_opening_process() const { return getpid() == process_; }
+  // The same; if it is not, that is the failure.
+  bool check_process(const std::string& table, const std::string& path = {}) {
+    if (in_opening_process()) return true;
+    const std::string where = path.empty() ? "'" : "' (" + path + ")";
+    set("table '" + table + where +
+        " was opened before this process was forked: use it in the process that opened it, "
+        "or start workers with multiprocessing's 'spawn'");
+    return false;
+  }
 
  private:
   static inline const Failure kNoWords{"a table lost rows, because there was no memory to move them"};
   std::atomic<const Failure*> first_{nullptr};
+  const pid_t process_ = getpid();
 };
-
-// The failure that every call in a forked child gives to a store that does its I/O in another process.
-inline std::string forked_text(const std::string& table, const std::string& path) {
-  return "table '" + table + "' (" + path +
-         ") was opened before this process was forked, and its I/O runs in the process that opened it: use the table "
-         "there, or start workers with multiprocessing's 'spawn'";
-}
 
 // Bytes of records that a store hands to the store below it at a time: malloc keeps blocks of this size for reuse, and
 // a queue can take them.
