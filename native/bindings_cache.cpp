@@ -30,12 +30,6 @@ struct Span {
   int64_t first, last;
 };
 
-bool is_wide(const Ids& ids) {
-  const bool wide = ids.dtype() == nb::dtype<int64_t>();
-  require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
-  return wide;
-}
-
 class Caches;
 
 // A batch on its way: its rows are pinned until it is released. Any thread may wait for it and release it. Its memory
@@ -85,7 +79,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
       const std::tuple<int64_t, int64_t, int64_t>& sizes,
       const std::tuple<uint64_t, float, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>, int64_t, int>& initial,
       const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
-      std::vector<Memory> arrays) {
+      std::shared_ptr<Records> records) {
     const auto [num_rows, pinned, cached] = sizes;
     require(0 <= pinned && 0 <= cached && pinned + cached <= num_rows && num_rows < 0x7FFFFFFF,
             "pinned + cached slots must be within the table's rows, and these below 2^31");
@@ -98,19 +92,19 @@ class Caches : public std::enable_shared_from_this<Caches> {
       require(of_weight == 0 || state_dim == dim, "a state made of weights must be as long");
       first.states.push_back({state_dim, constant, of_weight, of_sign});
     }
-    require(arrays.size() == 1 + (first.storage == Storage::split) + states.size(), "an array for each part");
-    Slots slots = slots_of(arrays, num_rows);
-    require(store->record_bytes() == slots.record_bytes(), "the arrays' parts together are not as long as a record");
+    require(records->arrays.size() == 1 + (first.storage == Storage::split) + states.size(), "an array for each part");
+    require(records->num_slots == num_rows && num_rows > 0, "arrays must have num_rows slots, one or more");
+    require(store->record_bytes() == records->slots.record_bytes(),
+            "the arrays' parts together are not as long as a record");
     require(store->num_rows() >= num_rows, "the store has fewer rows than the table");
     std::unique_lock lock(mutex_, std::defer_lock);
     std::unique_ptr<RowCache> cache;
     {
       nb::gil_scoped_release release;
-      cache =
-          std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, std::move(slots));
+      cache = std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, records->slots);
       lock.lock();
     }
-    arrays_.push_back(std::move(arrays));
+    records_.push_back(std::move(records));
     stores_.push_back(std::move(store));
     caches_.push_back(std::move(cache));
   }
@@ -131,9 +125,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
       return SavedValues{opened[where.first], where.second};
     };
     std::vector<int64_t> part_bytes;
-    for (const Memory& array : arrays_[table]) {
-      part_bytes.push_back(static_cast<int64_t>(array.nbytes()) / extent(array, 0));
-    }
+    for (const Part& part : records_[table]->slots.parts) part_bytes.push_back(part.bytes);
     std::vector<SavedLink> saved;
     for (const auto& [num_saved, ids, parts] : links) {
       require(num_saved >= 0 && parts.size() == part_bytes.size(), "a link has values for each part of a record");
@@ -142,7 +134,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     }
     std::shared_ptr<Store> store;
     std::string reason;
-    const int64_t num_rows = extent(arrays_[table][0], 0);
+    const int64_t num_rows = records_[table]->num_slots;
     RowBits rows(num_rows);
     {
       nb::gil_scoped_release release;
@@ -167,12 +159,9 @@ class Caches : public std::enable_shared_from_this<Caches> {
     auto flight = std::make_unique<Flight>(shared_from_this(), caches_.size());
     flight->spans_ = checked(spans, size(ids));
     flight->tables_ = by_table(flight->spans_);
-    const size_t length = ids.size();
-    flight->slots_ = std::make_shared<int32_t[]>(length);
+    flight->slots_ = std::make_shared<int32_t[]>(ids.size());
     int32_t* values = flight->slots_.get();
-    using Owner = std::shared_ptr<int32_t[]>;
-    nb::capsule owner(new Owner(flight->slots_), [](void* p) noexcept { delete static_cast<Owner*>(p); });
-    nb::ndarray<nb::numpy, int32_t> slots(values, 1, &length, owner);
+    auto slots = array_on(values, {ids.size()}, flight->slots_);
     const bool wide = is_wide(ids);
     bool good;
     {
@@ -214,16 +203,13 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
   nb::ndarray<nb::numpy, int64_t> changed_rows(size_t table, bool ever, int64_t first, int64_t most) {
     require(first >= 0 && most >= 0, "first and most must not be negative");
-    auto rows = std::make_unique<std::vector<int64_t>>();
+    std::vector<int64_t> rows;
     {
       nb::gil_scoped_release release;
       const std::lock_guard lock(mutex_);
-      *rows = bits(table, ever).rows(first, most);
+      rows = bits(table, ever).rows(first, most);
     }
-    int64_t* values = rows->data();
-    const size_t length = rows->size();
-    nb::capsule owner(rows.release(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
-    return {values, 1, &length, owner};
+    return array_of(std::move(rows));
   }
   void clear_changed() {
     const std::lock_guard lock(mutex_);
@@ -275,15 +261,6 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
 
  private:
-  static Slots slots_of(const std::vector<Memory>& arrays, int64_t num_rows) {
-    Slots slots;
-    for (const Memory& array : arrays) {
-      require(extent(array, 0) == num_rows && num_rows > 0, "arrays must have num_rows slots, one or more");
-      slots.parts.push_back({static_cast<std::byte*>(array.data()), static_cast<int64_t>(array.nbytes()) / num_rows});
-    }
-    return slots;
-  }
-
   std::vector<Span> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, int64_t num_ids) const {
     std::vector<Span> spans;
     for (const auto& [table, first, last] : given) {
@@ -359,7 +336,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
   friend class Flight;
   const pid_t process_ = getpid();
   std::mutex mutex_;
-  std::vector<std::vector<Memory>> arrays_;
+  std::vector<std::shared_ptr<Records>> records_;
   std::vector<std::shared_ptr<Store>> stores_;
   std::vector<std::unique_ptr<RowCache>> caches_;
   std::vector<std::shared_ptr<Ticket>> under_way_;
@@ -377,18 +354,10 @@ void Flight::release(bool dirty, int num_threads) {
 
 using Numbers = nb::ndarray<nb::numpy, int64_t>;
 
-Numbers numbers_of(std::vector<int64_t>&& given) {
-  auto owned = std::make_unique<std::vector<int64_t>>(std::move(given));
-  int64_t* values = owned->data();
-  const size_t length = owned->size();
-  nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
-  return {values, 1, &length, owner};
-}
-
 // (rows, slots, how many by table)
 using RowsOfTables = std::tuple<Numbers, Numbers, std::vector<int64_t>>;
 RowsOfTables lists_of(SlotDirectory::Rows&& found) {
-  return {numbers_of(std::move(found.rows)), numbers_of(std::move(found.slots)), std::move(found.numbers)};
+  return {array_of(std::move(found.rows)), array_of(std::move(found.slots)), std::move(found.numbers)};
 }
 
 std::unique_ptr<SlotDirectory> make_directory(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& tables) {
@@ -429,7 +398,7 @@ std::optional<std::tuple<RowsOfTables, RowsOfTables, Numbers>> admit_rows(SlotDi
   }
   if (moves.coming.rows.empty()) return std::nullopt;
   return std::tuple{lists_of(std::move(moves.coming)), lists_of(std::move(moves.leaving)),
-                    numbers_of(std::move(moves.pointers))};
+                    array_of(std::move(moves.pointers))};
 }
 
 }  // namespace
@@ -441,7 +410,7 @@ void bind_cache(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Caches>(m, "Caches")
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
-      .def("add", &Caches::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
+      .def("add", &Caches::add)
       .def("begin_with", &Caches::begin_with)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)

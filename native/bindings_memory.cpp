@@ -31,23 +31,6 @@ using namespace hotrow;
 
 namespace {
 
-// Arrays of slots, one per part of a record: [num_slots, ...]. Keeps their memory alive.
-struct Records {
-  std::vector<Memory> arrays;
-  Slots slots;
-  int64_t num_slots = 0;
-
-  explicit Records(std::vector<Memory> given) : arrays(std::move(given)) {
-    require(!arrays.empty(), "no arrays of slots");
-    num_slots = extent(arrays[0], 0);
-    for (const Memory& array : arrays) {
-      require(array.ndim() >= 1 && extent(array, 0) == num_slots, "arrays of slots differ in their number of slots");
-      const int64_t bytes = num_slots ? static_cast<int64_t>(array.nbytes()) / num_slots : 0;
-      slots.parts.push_back({static_cast<std::byte*>(array.data()), bytes});
-    }
-  }
-};
-
 std::vector<Move> moves_of(const Store& store, const Records& records, const In<int64_t>& rows,
                            const In<int64_t>& slots) {
   require(size(rows) == size(slots), "rows and slots differ in number");

@@ -51,7 +51,7 @@ def test_rows_without_columns_are_no_division_by_zero() -> None:
         native.update(1, arrays.native, [], ops._native_lookups(pending), [rule.numbers], 2)
     with pytest.raises(ValueError, match="one or more"):
         state: tuple[Any, ...] = ((0, 0, 0), (1, 1.0, 0, (0, 0, 1, 0), 1, 0), [], native.open_dram_store(4, 1, "t"))
-        native.make_caches().add(*state, [torch.zeros(0, 1)])
+        native.make_caches().add(*state, native.Records([torch.zeros(0, 1)]))
 
 
 NO_MEMORY = """
