@@ -31,16 +31,6 @@ int64_t room_bytes(const EngineOptions& options) {
   return std::max(most - fixed_bytes(options), most / 2) / 16 * 15;
 }
 
-// An exception on this thread would end the process.
-std::unique_ptr<IoQueue> make_queue(const EngineOptions& options, std::string& reason) {
-  try {
-    return options.ring ? make_ring(options.depth, reason) : make_pool(options.depth, options.num_threads, reason);
-  } catch (const std::bad_alloc&) {
-    reason = "there is no memory for the buffers of reads and writes: free some, or raise the limit (ulimit -v)";
-    return nullptr;
-  }
-}
-
 // Threads started while it is alive take no signals.
 class NoSignals {
  public:
@@ -73,8 +63,7 @@ bool Engine::open(std::string& reason) {
   try {
     const NoSignals none;
     thread_ = std::make_unique<std::thread>([this, &reason, promise = std::move(promise)]() mutable {
-      queue_ = make_queue(options_, reason);
-      const bool good = queue_ != nullptr;
+      const bool good = prepare(reason);
       promise.set_value(good);
       if (good) run();
       queue_.reset();
@@ -115,7 +104,10 @@ int64_t Engine::cpu_ns() {
   return time.tv_sec * 1'000'000'000 + time.tv_nsec + queue_->cpu_ns();
 }
 
-void Engine::run() {
+// Makes the queue and all that it needs. An exception on the engine's thread would end the process.
+bool Engine::prepare(std::string& reason) try {
+  queue_ = options_.ring ? make_ring(options_.depth, reason) : make_pool(options_.depth, options_.num_threads, reason);
+  if (!queue_) return false;
   for (int i = 0; i < options_.depth; ++i) {
     jobs_.push_back(std::make_unique<Job>());
     jobs_.back()->frame = queue_->frames() + i * kPageBytes;
@@ -129,6 +121,13 @@ void Engine::run() {
   }
   ended_.reserve(jobs_.size());
   fewest_free_ = free_large_frames_.size();
+  return true;
+} catch (const std::bad_alloc&) {
+  reason = "there is no memory for the buffers of reads and writes: free some, or raise the limit (ulimit -v)";
+  return false;
+}
+
+void Engine::run() {
   while (take_calls()) {
     for (Call& call : taken_) handle_or_fail(call);
     taken_.clear();

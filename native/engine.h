@@ -188,6 +188,7 @@ class Engine {
   int64_t num_ios() const { return num_ios_.load(std::memory_order_relaxed); }
 
  private:
+  bool prepare(std::string& reason);
   void run();
   bool take_calls();
   void handle_or_fail(Call& call) noexcept;

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 
 namespace hotrow {
 
@@ -65,7 +66,6 @@ struct FaultRegistry {
 namespace {
 
 struct sigaction before;  // written before the handler is installed
-std::atomic<bool> installed{false};
 int64_t page_bytes = 4096;
 
 // Formats a number in decimal without library functions, which may take locks or memory.
@@ -113,7 +113,6 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 }
 
 void install() {
-  if (installed.exchange(true)) return;
   page_bytes = sysconf(_SC_PAGESIZE);
   sigaction(SIGBUS, nullptr, &before);
   struct sigaction ours = {};
@@ -153,8 +152,9 @@ void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const
 
 WatchedMapping::WatchedMapping(const MappedRows& rows, const std::string& table, const std::string& path)
     : rows_(rows), where_(" of table '" + table + "' in " + path + " are lost, and the process ends (SIGBUS): ") {
+  static std::once_flag installed;  // another thread's mapping waits until the handler is there
+  std::call_once(installed, install);
   FaultRegistry::add(this);
-  install();
 }
 
 WatchedMapping::~WatchedMapping() { FaultRegistry::remove(this); }

@@ -22,7 +22,7 @@ void drop_pages_within(void* data, size_t bytes);
 // take and give back.
 inline constexpr size_t kMostKeptBytes = size_t{1} << 29;
 Pages take_pages(size_t bytes);
-void give_back_pages(const Pages& pages);
+void give_back_pages(const Pages& pages) noexcept;
 
 // While locked, no thread can take or give back; used around a fork.
 void lock_kept_pages();

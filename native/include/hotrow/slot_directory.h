@@ -1,5 +1,6 @@
 // Which rows of a collection's tables lie in which slots of a device. No row is moved here: the caller makes the moves
-// that `admit` asks for, in the order of the calls.
+// that `admit` asks for, in the order of the calls. Calls come one at a time: there is no lock here, and the bindings
+// release the GIL.
 //
 //   slots [0, pinned) of a table                  rows [0, pinned), always
 //   slots [pinned, pinned + cached) of a table    rows that come and go
