@@ -24,16 +24,22 @@ using namespace hotrow;
 
 namespace {
 
-// Positions [first, last) of a batch's ids look rows up in `table`.
-struct Span {
-  size_t table;
-  int64_t first, last;
-};
+// By table its first id and the end of its ids, in the order of the tables.
+std::vector<TableSpan> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, size_t num_tables,
+                               int64_t num_ids) {
+  std::vector<TableSpan> spans;
+  for (const auto& [table, first, last] : given) {
+    require(table < num_tables && 0 <= first && first <= last && last <= num_ids, "span outside the batch");
+    require(spans.empty() || spans.back().table <= table, "spans must be in the order of their tables");
+    spans.push_back({table, first, last});
+  }
+  return spans;
+}
 
 class Caches;
 
-// A batch on its way: its rows are pinned until it is released. Any thread may wait for it and release it. Its memory
-// is the tables', so it keeps them alive.
+// A batch in flight: its rows stay pinned until it is released. Any thread may wait for it and release it. Its rows are
+// read into the memory of the tables, so it keeps them alive.
 class Flight {
  public:
   Flight(std::shared_ptr<Caches> caches, size_t num_tables)
@@ -43,7 +49,7 @@ class Flight {
     release(false, 1);
   }
 
-  // Sleeps until every row lies in its slot, those among them that batches before it brought; false when a store
+  // Blocks until every row is in its slot, including rows that earlier batches are still reading; false if a store
   // failed.
   bool wait() {
     const std::lock_guard lock(mutex_);
@@ -63,9 +69,9 @@ class Flight {
   std::mutex mutex_;  // of all that follows, once a batch is admitted
   std::shared_ptr<Caches> caches_;
   std::vector<Pins> pins_;
-  std::vector<Span> spans_;
-  std::vector<std::span<const Span>> tables_;  // the spans of each table
-  std::shared_ptr<int32_t[]> slots_;           // of the batch's ids
+  std::vector<TableSpan> spans_;
+  std::vector<std::span<const TableSpan>> tables_;  // the spans of each table
+  std::shared_ptr<int32_t[]> slots_;                // of the batch's ids
   std::shared_ptr<Ticket> ticket_;
   std::vector<std::shared_ptr<Ticket>> earlier_;
   bool good_ = true, released_ = false;
@@ -73,7 +79,7 @@ class Flight {
 
 class Caches : public std::enable_shared_from_this<Caches> {
  public:
-  uint32_t last_batch = 0;  // its number; the next is one more, and they begin again after the last
+  uint32_t last_batch = 0;  // number of the last batch; wraps around
 
   void add(
       const std::tuple<int64_t, int64_t, int64_t>& sizes,
@@ -109,9 +115,9 @@ class Caches : public std::enable_shared_from_this<Caches> {
     caches_.push_back(std::move(cache));
   }
 
-  // Lets the table begin with saved rows (saved_store.h). Returns the store that it has from then on, or none if a row
-  // was written to before. files: descriptors, which the store closes, and their paths. links: (number of rows, ids,
-  // parts of a record), ids and parts as (file, offset). Raises ValueError, with nothing changed, for wrong ids.
+  // Makes the table start from saved rows (saved_store.h). Returns its new store, or None if a row has been written
+  // already. files: descriptors, which the store closes, and their paths. links: (number of rows, ids, parts of a
+  // record), ids and parts as (file, offset). Raises ValueError, with nothing changed, for wrong ids.
   std::shared_ptr<Store> begin_with(
       size_t table, const std::vector<std::pair<int, std::string>>& files,
       const std::vector<std::tuple<int64_t, std::pair<size_t, int64_t>, std::vector<std::pair<size_t, int64_t>>>>&
@@ -146,18 +152,18 @@ class Caches : public std::enable_shared_from_this<Caches> {
                                reason);
       if (store) {
         stores_[table] = store;
-        guarded(*store, [&] { return cache.begin_with(store, rows); });
+        fail_store_on_throw(*store, [&] { return cache.begin_with(store, rows); });
       }
     }
     require(store != nullptr, reason.c_str());
     return store;
   }
 
-  // (flight, slots); no flight where an id is out of range.
+  // Returns (flight, slots); flight is None if an id is out of range.
   std::pair<std::unique_ptr<Flight>, nb::ndarray<nb::numpy, int32_t>> admit(
       const Ids& ids, const std::vector<std::tuple<size_t, int64_t, int64_t>>& spans, bool keep, int num_threads) {
     auto flight = std::make_unique<Flight>(shared_from_this(), caches_.size());
-    flight->spans_ = checked(spans, size(ids));
+    flight->spans_ = checked(spans, caches_.size(), size(ids));
     flight->tables_ = by_table(flight->spans_);
     flight->slots_ = std::make_shared<int32_t[]>(ids.size());
     int32_t* values = flight->slots_.get();
@@ -178,7 +184,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     const bool wide = is_wide(ids);
     nb::gil_scoped_release release;
     const std::lock_guard lock(mutex_);
-    return std::all_of(flight.spans_.begin(), flight.spans_.end(), [&](const Span& span) {
+    return std::all_of(flight.spans_.begin(), flight.spans_.end(), [&](const TableSpan& span) {
       const RowCache& cache = *caches_[span.table];
       const int64_t n = span.last - span.first;
       return wide ? cache.holds(static_cast<const int64_t*>(ids.data()) + span.first, n, slots.data() + span.first)
@@ -188,9 +194,9 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   void release(Flight& flight, bool dirty, int num_threads) {
     const std::lock_guard lock(mutex_);
-    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
+    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const TableSpan> spans) {
       cache.release(pins, dirty);
-      for (const Span& span : spans) {
+      for (const TableSpan& span : spans) {
         if (dirty) cache.mark_pinned(flight.slots_.get() + span.first, span.last - span.first);
       }
     });
@@ -220,9 +226,9 @@ class Caches : public std::enable_shared_from_this<Caches> {
     const std::lock_guard lock(mutex_);
     bool good = true;
     for (size_t t = 0; t < caches_.size(); ++t) {
-      good = guarded(*stores_[t], [&] { return caches_[t]->write_back(), true; }) && good;
+      good = fail_store_on_throw(*stores_[t], [&] { return caches_[t]->write_back(), true; }) && good;
     }
-    for (const auto& store : stores_) good = guarded(*store, [&] { return store->flush(); }) && good;
+    for (const auto& store : stores_) good = fail_store_on_throw(*store, [&] { return store->flush(); }) && good;
     return good;
   }
 
@@ -261,24 +267,14 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
 
  private:
-  std::vector<Span> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, int64_t num_ids) const {
-    std::vector<Span> spans;
-    for (const auto& [table, first, last] : given) {
-      require(table < caches_.size() && 0 <= first && first <= last && last <= num_ids, "span outside the batch");
-      require(spans.empty() || spans.back().table <= table, "spans must be in the order of their tables");
-      spans.push_back({table, first, last});
-    }
-    return spans;
-  }
-
   const RowBits& bits(size_t table, bool ever) const {
     require(table < caches_.size(), "no such table");
     return ever ? caches_[table]->written() : caches_[table]->changed();
   }
 
-  static std::vector<std::span<const Span>> by_table(const std::vector<Span>& spans) {
-    std::vector<std::span<const Span>> tables;
-    for (const Span& span : spans) {
+  static std::vector<std::span<const TableSpan>> by_table(const std::vector<TableSpan>& spans) {
+    std::vector<std::span<const TableSpan>> tables;
+    for (const TableSpan& span : spans) {
       const bool more = !tables.empty() && tables.back().back().table == span.table;
       if (more) {
         tables.back() = {tables.back().data(), tables.back().size() + 1};
@@ -289,17 +285,18 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return tables;
   }
 
-  // visit(cache, pins, spans) of each table that the batch looks rows up in, tables side by side. Where it throws, rows
-  // may have left their slots and not come to the store, or have slots and not come to them: the store has failed, and
-  // its cache is left alone from then on.
+  // Calls visit(cache, pins, spans) for each table that the batch uses, tables in parallel. If it throws, some rows may
+  // have left their slots without reaching the store, or have slots that were never filled: the store counts as failed,
+  // and its cache is not used again.
   template <class Visit>
   void for_each_table(Flight& flight, int num_threads, const Visit& visit) {
     parallel_for(static_cast<int64_t>(flight.tables_.size()), num_threads, [&](int64_t task, int) {
-      const std::span<const Span> spans = flight.tables_[static_cast<size_t>(task)];
+      const std::span<const TableSpan> spans = flight.tables_[static_cast<size_t>(task)];
       const size_t table = spans.front().table;
-      Asked call(*flight.ticket_, 1);
+      PendingReads call(*flight.ticket_, 1);
       if (stores_[table]->failure()) return;
-      if (guarded(*stores_[table], [&] { return visit(*caches_[table], flight.pins_[table], spans), true; })) {
+      if (fail_store_on_throw(*stores_[table],
+                              [&] { return visit(*caches_[table], flight.pins_[table], spans), true; })) {
         call.done();
       }
     });
@@ -307,13 +304,13 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   bool admit_all(const void* ids, bool wide, int32_t* slots, Flight& flight, bool keep, int num_threads) {
     const uint32_t number = next_batch();
-    // One that failed stays: its rows have slots, and did not come.
+    // A failed ticket stays: its rows have slots but were never read.
     std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished() && ticket->wait(); });
     flight.earlier_ = under_way_;
     under_way_.push_back(flight.ticket_);
     std::atomic<bool> good{true};
-    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
-      for (const Span& span : spans) {
+    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const TableSpan> spans) {
+      for (const TableSpan& span : spans) {
         const auto into = [&](const auto* all) {
           return cache.admit(all + span.first, span.last - span.first, slots + span.first, number, keep, pins,
                              *flight.ticket_);
@@ -324,7 +321,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return good;
   }
 
-  // 0 and 1 mean no batch, and one of the numbers' last round.
+  // 0 means no batch, and 1 a batch from before the numbers wrapped around.
   uint32_t next_batch() {
     if (++last_batch < 2) {
       for (const auto& cache : caches_) cache->restart_batches();
@@ -343,10 +340,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
 };
 
 void Flight::release(bool dirty, int num_threads) {
-  if (getpid() != caches_->process_) return;  // a forked child: what would finish the reads is not in it
+  if (getpid() != caches_->process_) return;  // a forked child: the threads that finish reads are in its parent
   const std::lock_guard lock(mutex_);
   if (std::exchange(released_, true)) return;
-  wait_locked();  // a slot may be handed on only when nothing is on its way into it
+  wait_locked();  // a slot may be reused only when no read into it is pending
   caches_->release(*this, dirty, num_threads);
 }
 
@@ -370,31 +367,25 @@ std::unique_ptr<SlotDirectory> make_directory(const std::vector<std::tuple<int64
   return std::make_unique<SlotDirectory>(sizes);
 }
 
-std::unique_ptr<SlotDirectory::Named> find_rows(SlotDirectory& directory, const Ids& ids,
-                                                const std::vector<std::tuple<size_t, int64_t, int64_t>>& given) {
-  std::vector<SlotDirectory::Ids> batch;
-  for (const auto& [table, first, last] : given) {
-    require(table < directory.counts().size() && 0 <= first && first <= last && last <= size(ids),
-            "span outside the batch");
-    require(batch.empty() || batch.back().table <= table, "spans must be in the order of their tables");
-    batch.push_back({table, first, last});
-  }
+std::unique_ptr<SlotDirectory::BatchRows> find_rows(SlotDirectory& directory, const Ids& ids,
+                                                    const std::vector<std::tuple<size_t, int64_t, int64_t>>& given) {
+  const std::vector<TableSpan> batch = checked(given, directory.counts().size(), size(ids));
   const bool wide = is_wide(ids);
-  auto named = std::make_unique<SlotDirectory::Named>();
+  auto rows = std::make_unique<SlotDirectory::BatchRows>();
   nb::gil_scoped_release release;
-  const bool good = wide ? directory.find(static_cast<const int64_t*>(ids.data()), batch, *named)
-                         : directory.find(static_cast<const int32_t*>(ids.data()), batch, *named);
-  if (!good) named.reset();
-  return named;
+  const bool good = wide ? directory.find(static_cast<const int64_t*>(ids.data()), batch, *rows)
+                         : directory.find(static_cast<const int32_t*>(ids.data()), batch, *rows);
+  if (!good) rows.reset();
+  return rows;
 }
 
-// None if no row comes.
+// None if no row has to be read.
 std::optional<std::tuple<RowsOfTables, RowsOfTables, Numbers>> admit_rows(SlotDirectory& directory,
-                                                                          SlotDirectory::Named& named) {
+                                                                          SlotDirectory::BatchRows& rows) {
   SlotDirectory::Moves moves;
   {
     nb::gil_scoped_release release;
-    moves = directory.admit(named);
+    moves = directory.admit(rows);
   }
   if (moves.coming.rows.empty()) return std::nullopt;
   return std::tuple{lists_of(std::move(moves.coming)), lists_of(std::move(moves.leaving)),
@@ -421,10 +412,10 @@ void bind_cache(nb::module_& m) {
       .def("failure", &Caches::failure, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Caches::counters)
       .def_rw("last_batch", &Caches::last_batch);  // for tests
-  using Named = SlotDirectory::Named;
-  nb::class_<Named>(m, "NamedRows").def_prop_ro("numbers", [](const Named& named) {
+  using BatchRows = SlotDirectory::BatchRows;
+  nb::class_<BatchRows>(m, "BatchRows").def_prop_ro("numbers", [](const BatchRows& rows) {
     std::vector<int64_t> found;
-    for (const auto& own : named.numbers) found.push_back(own.pinned + own.passing + own.coming);
+    for (const auto& own : rows.numbers) found.push_back(own.pinned + own.passing + own.coming);
     return found;
   });
   nb::class_<SlotDirectory>(m, "SlotDirectory")
@@ -432,9 +423,9 @@ void bind_cache(nb::module_& m) {
       .def("missing", &SlotDirectory::missing)
       .def("fits", &SlotDirectory::fits)
       .def("admit", &admit_rows)
-      .def("release", &SlotDirectory::release, nb::arg("named"), nb::arg("updated"),
+      .def("release", &SlotDirectory::release, nb::arg("rows"), nb::arg("updated"),
            nb::call_guard<nb::gil_scoped_release>())
-      .def("coming", [](const SlotDirectory& own, const Named& named) { return lists_of(own.coming(named)); })
+      .def("coming", [](const SlotDirectory& own, const BatchRows& rows) { return lists_of(own.coming(rows)); })
       .def(
           "resident", [](const SlotDirectory& own, bool dirty) { return lists_of(own.resident(dirty)); },
           nb::arg("dirty"))

@@ -191,7 +191,7 @@ States states_of(const std::vector<const Arrays*>& states, size_t table, Algorit
   return found;
 }
 
-// Lookups that have got their gradients, in forward order.
+// Lookups whose gradients are known, in forward order.
 using Pending = std::vector<std::tuple<const Layout*, const Batch*, GradMatrix>>;
 // Subtrees: first leaf and number of leaves.
 using Nodes = std::vector<std::pair<int32_t, int32_t>>;
@@ -581,11 +581,11 @@ double bind_touch_rows(Matrix<float> rows, In<int64_t> ids, int64_t distance, bo
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // What is still alive when the interpreter ends (a collection in a script's globals) is not our leak.
+  // Objects still alive when the interpreter exits (a collection in a script's globals) are not leaks of ours.
   nb::set_leak_warnings(false);
   watch_forks();
   m.def(
-      "least_work", [](int64_t work) { return least_work.exchange(work); }, nb::arg("work"),
+      "min_parallel_bytes", [](int64_t work) { return min_parallel_bytes.exchange(work); }, nb::arg("work"),
       "For tests: sets the least work of a region that threads share, returns what it was (hotrow/parallel.h).");
   m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());

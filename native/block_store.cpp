@@ -11,14 +11,14 @@
 namespace hotrow {
 namespace {
 
-class Door final : public BlockStore {
+class BlockStoreClient final : public BlockStore {
  public:
-  Door(std::shared_ptr<Engine> engine, TableFile file)
+  BlockStoreClient(std::shared_ptr<Engine> engine, TableFile file)
       : engine_(std::move(engine)), table_(std::make_unique<Table>(std::move(file))) {
     ask(Call::Kind::attach);
   }
 
-  ~Door() override {
+  ~BlockStoreClient() override {
     if (table_->failure.in_opening_process()) {
       flush();
       ask(Call::Kind::detach);
@@ -28,7 +28,7 @@ class Door final : public BlockStore {
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    Asked asked(ticket, static_cast<int64_t>(moves.size()));
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
     std::vector<Move> sorted(moves.begin(), moves.end());
     const auto before = [](const Move& a, const Move& b) { return a.row < b.row; };
     if (!std::is_sorted(sorted.begin(), sorted.end(), before)) std::sort(sorted.begin(), sorted.end(), before);
@@ -57,12 +57,12 @@ class Door final : public BlockStore {
     const int64_t dirty_bytes = table_->dirty_bytes();
     int64_t at = unit_at(0);
     for (size_t i = 0; num_units > 0;) {
-      const Room::Place place = engine_->room().take(dirty_bytes, num_units, table_->failure);
+      const WriteBuffer::Units place = engine_->write_buffer().take(dirty_bytes, num_units, table_->failure);
       bump(table_->counted.blocked_ns, place.blocked_ns);
       if (place.count == 0) return;
-      Dirty* last = nullptr;
+      DirtyUnit* last = nullptr;
       for (int64_t n = 0; n < place.count; ++n) {
-        Dirty* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, at);
+        DirtyUnit* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, at);
         for (; i < order.size() && unit_at(i) == at; ++i) {
           Table::put(*unit, moves[order[i]].row, slots, moves[order[i]].slot);
         }
@@ -72,7 +72,7 @@ class Door final : public BlockStore {
       }
       num_units -= place.count;
       bump(table_->counted.waiting_bytes, place.count * dirty_bytes);
-      engine_->push({Call::Kind::write, table_.get(), {}, {}, reinterpret_cast<Dirty*>(place.bytes), nullptr});
+      engine_->push({Call::Kind::write, table_.get(), {}, {}, reinterpret_cast<DirtyUnit*>(place.bytes), nullptr});
     }
     bump(table_->counted.written_rows, static_cast<int64_t>(moves.size()));
   }
@@ -86,7 +86,7 @@ class Door final : public BlockStore {
   int64_t num_rows() const override { return table_->file.num_rows; }
 
   StoreCounters counters() const override {
-    const Counted& c = table_->counted;
+    const TableCounters& c = table_->counted;
     const int64_t own = c.reads + c.writes, all = engine_->num_ios();
     const bool here = table_->failure.in_opening_process();
     const double share = all && here ? static_cast<double>(own) / static_cast<double>(all) : 0.0;
@@ -122,7 +122,7 @@ class Door final : public BlockStore {
 }  // namespace
 
 std::unique_ptr<BlockStore> open_block_store(std::shared_ptr<Engine> engine, TableFile file) {
-  return std::make_unique<Door>(std::move(engine), std::move(file));
+  return std::make_unique<BlockStoreClient>(std::move(engine), std::move(file));
 }
 
 }  // namespace hotrow

@@ -19,19 +19,19 @@ namespace {
 constexpr int64_t kRingEntryBytes = 128;   // of a submission queue and a result queue, in the kernel's memory
 constexpr int64_t kStackBytes = 16 << 10;  // that a thread touches here
 
-// The memory that it takes besides waiting rows.
+// The memory of the engine apart from the write buffer.
 int64_t fixed_bytes(const EngineOptions& options) {
   const int64_t frames = options.depth * (kPageBytes + static_cast<int64_t>(sizeof(Job)) + kRingEntryBytes);
   return frames + (1 + (options.ring ? 0 : options.num_threads)) * kStackBytes;
 }
 
-// The rest, less the index of waiting units, which is at most a sixteenth of them; half if nearly nothing is allowed.
-int64_t room_bytes(const EngineOptions& options) {
+// What the limit leaves, or half of it if that is more; a sixteenth of this is for the index of the units.
+int64_t write_buffer_bytes(const EngineOptions& options) {
   const int64_t most = options.most_waiting_bytes;
   return std::max(most - fixed_bytes(options), most / 2) / 16 * 15;
 }
 
-// Threads started while it is alive take no signals.
+// Blocks all signals for threads that are started while it is alive.
 class NoSignals {
  public:
   NoSignals() {
@@ -50,13 +50,16 @@ class NoSignals {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
-    : options_(options), room_(room_bytes(options)), index_(room_.most_units(kLeastDirtyBytes)) {}
+    : options_(options),
+      write_buffer_(write_buffer_bytes(options)),
+      index_(write_buffer_.most_units(kLeastDirtyBytes)) {}
 
 int64_t Engine::num_bytes() const {
-  return fixed_bytes(options_) + index_.num_bytes() + room_.num_bytes() + large_bytes_.load(std::memory_order_relaxed);
+  return fixed_bytes(options_) + index_.num_bytes() + write_buffer_.num_bytes() +
+         large_bytes_.load(std::memory_order_relaxed);
 }
 
-// The thread that uses the queue makes it; that thread takes no signals.
+// The queue is made by the thread that uses it, which blocks all signals.
 bool Engine::open(std::string& reason) {
   std::promise<bool> promise;
   std::future<bool> opened = promise.get_future();
@@ -132,11 +135,11 @@ void Engine::run() {
     for (Call& call : taken_) handle_or_fail(call);
     taken_.clear();
     send();
-    // Before it sleeps: tell about room that was freed, or a table that failed, since it last did.
-    if (!left_.empty() || has_failed_) room_.give_back(left_, has_failed_);
+    // Returns freed memory before it sleeps, and wakes the writers of a table that has failed.
+    if (!left_.empty() || has_failed_) write_buffer_.give_back(left_, has_failed_);
     left_.clear();
     has_failed_ = false;
-    // Wait for a quarter of what is under way: fewer wakes per I/O, and the queue stays three quarters full.
+    // Waits for a quarter of the I/Os in flight: fewer wake-ups per I/O, and the queue stays three quarters full.
     const auto in_flight = static_cast<int64_t>(jobs_.size() - free_jobs_.size());
     queue_->wait(in_flight / 4, ended_);
     for (Io* io : ended_) finish(*static_cast<Job*>(io));
@@ -160,7 +163,7 @@ void Engine::handle_or_fail(Call& call) noexcept {
   }
 }
 
-// There is no memory for what is to be done with a table's rows.
+// Fails a table whose rows cannot be moved for lack of memory.
 void Engine::lose(Table& table) noexcept {
   table.failure.set(table.file.table, kNoMemory);
   has_failed_ = true;
@@ -199,9 +202,9 @@ void Engine::start_reading(Call&& call) {
 
 void Engine::start_writing(const Call& call) {
   Table& table = *call.table;
-  for (Dirty* unit = call.units; unit;) {
-    Dirty* next = unit->next;
-    Dirty* waiting = table.num_dirty ? index_.find(&table, unit->unit) : nullptr;
+  for (DirtyUnit* unit = call.units; unit;) {
+    DirtyUnit* next = unit->next;
+    DirtyUnit* waiting = table.num_dirty ? index_.find(&table, unit->unit) : nullptr;
     if (table.failure.get()) {
       forget(unit);
     } else if (waiting) {
@@ -217,7 +220,7 @@ void Engine::start_writing(const Call& call) {
 }
 
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason) {
-  // A forked child does not have the thread to join, and locks may be held for ever: there, nothing is touched.
+  // A forked child has no thread to join, and locks may be held for ever: it leaks the engine.
   const auto end = [process = getpid()](Engine* engine) {
     if (getpid() == process) delete engine;
   };

@@ -56,7 +56,7 @@ void drop_pages_within(void* data, size_t bytes) {
 
 namespace {
 
-// Oldest first. A plain pair of globals that are never destroyed: arrays may be freed while the process ends.
+// Oldest first. Never destroyed, because arrays may be freed while the process exits.
 std::mutex& kept_mutex() {
   static std::mutex& mutex = *new std::mutex;
   return mutex;

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kChunkBytes =
     1 << 16;  // claimed in a file at a time: one call per 16 pages, and the file stays sparse
 
-struct Counted {
+struct RowCounters {
   std::atomic<int64_t> read_rows{0}, written_rows{0};
 
   StoreCounters counters(int64_t record_bytes) const {
@@ -47,7 +47,7 @@ class Dram final : public Store {
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
-    Asked asked(ticket, static_cast<int64_t>(moves.size()));
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
     if (failure_.get()) return;
     for (const Move& move : moves) slots.scatter(base_ + move.row * record_bytes_, move.slot);
     counted_.read_rows += static_cast<int64_t>(moves.size());
@@ -85,7 +85,7 @@ class Dram final : public Store {
   int64_t bytes_ = 0;
   int64_t num_rows_ = 0;
   FailureSlot failure_;
-  Counted counted_;
+  RowCounters counted_;
 };
 
 // Rows in chunks that are known to have space are read and written in memory; others through the descriptor, which
@@ -114,7 +114,7 @@ class Mapped final : public Store {
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
-    Asked asked(ticket, static_cast<int64_t>(moves.size()));
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
     const auto read_each = [&](const Move& move) { return read_row(move, slots); };
     if (!is_usable() || !std::all_of(moves.begin(), moves.end(), read_each) || !is_whole()) return;
     counted_.read_rows += static_cast<int64_t>(moves.size());
@@ -222,7 +222,7 @@ class Mapped final : public Store {
   std::unique_ptr<std::atomic<uint8_t>[]> claimed_;  // per chunk
   std::unique_ptr<WatchedMapping> watched_;
   FailureSlot failure_;
-  Counted counted_;
+  RowCounters counted_;
 };
 
 }  // namespace

@@ -41,6 +41,12 @@ struct Bags {
   [[gnu::always_inline]] int64_t begin(int64_t b) const { return offsets ? offsets[b] : start + b; }
 };
 
+// Positions [first, last) of a batch's ids look rows up in `table`.
+struct TableSpan {
+  size_t table;
+  int64_t first, last;
+};
+
 // Where the gradients of one feature come from in an update. The gradient of item `index` is
 //   g = scale[index] * grad[bag_of[index], :]          (bag_of null: the index is the bag; scale null: 1)
 struct Source {
