@@ -64,6 +64,12 @@ inline bool is_wide(const Ids& ids) {
   return wide;
 }
 
+template <class Work>
+auto without_gil(const Work& work) {
+  nb::gil_scoped_release release;
+  return work();
+}
+
 // An array of memory that `owner` keeps for as long as the array lives.
 template <class T, class Owner>
 nb::ndarray<nb::numpy, T> array_on(T* data, const std::vector<size_t>& shape, Owner owner) {

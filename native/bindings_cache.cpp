@@ -103,13 +103,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
     require(store->record_bytes() == records->slots.record_bytes(),
             "the arrays' parts together are not as long as a record");
     require(store->num_rows() >= num_rows, "the store has fewer rows than the table");
-    std::unique_lock lock(mutex_, std::defer_lock);
-    std::unique_ptr<RowCache> cache;
-    {
-      nb::gil_scoped_release release;
-      cache = std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, records->slots);
-      lock.lock();
-    }
+    nb::gil_scoped_release release;
+    auto cache =
+        std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, records->slots);
+    const std::lock_guard lock(mutex_);
     records_.push_back(std::move(records));
     stores_.push_back(std::move(store));
     caches_.push_back(std::move(cache));
@@ -169,12 +166,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
     int32_t* values = flight->slots_.get();
     auto slots = array_on(values, {ids.size()}, flight->slots_);
     const bool wide = is_wide(ids);
-    bool good;
-    {
-      nb::gil_scoped_release release;
+    const bool good = without_gil([&] {
       const std::lock_guard lock(mutex_);
-      good = admit_all(ids.data(), wide, values, *flight, keep, num_threads);
-    }
+      return admit_all(ids.data(), wide, values, *flight, keep, num_threads);
+    });
     if (!good) flight.reset();
     return {std::move(flight), std::move(slots)};
   }
@@ -209,13 +204,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
   nb::ndarray<nb::numpy, int64_t> changed_rows(size_t table, bool ever, int64_t first, int64_t most) {
     require(first >= 0 && most >= 0, "first and most must not be negative");
-    std::vector<int64_t> rows;
-    {
-      nb::gil_scoped_release release;
+    return array_of(without_gil([&] {
       const std::lock_guard lock(mutex_);
-      rows = bits(table, ever).rows(first, most);
-    }
-    return array_of(std::move(rows));
+      return bits(table, ever).rows(first, most);
+    }));
   }
   void clear_changed() {
     const std::lock_guard lock(mutex_);
@@ -242,14 +234,11 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   nb::dict counters(size_t table) {
     require(table < caches_.size(), "no such table");
-    CacheCounters c;
-    int64_t num_bytes, map_bytes;
-    {
-      nb::gil_scoped_release release;
+    const auto [c, num_bytes, map_bytes] = without_gil([&] {
       const std::lock_guard lock(mutex_);
       const RowCache& cache = *caches_[table];
-      c = cache.counters(), num_bytes = cache.num_bytes(), map_bytes = cache.map_bytes();
-    }
+      return std::tuple{cache.counters(), cache.num_bytes(), cache.map_bytes()};
+    });
     nb::dict d;
     d["lookups"] = c.lookups;
     d["pinned_lookups"] = c.pinned_lookups;
@@ -382,11 +371,7 @@ std::unique_ptr<SlotDirectory::BatchRows> find_rows(SlotDirectory& directory, co
 // None if no row has to be read.
 std::optional<std::tuple<RowsOfTables, RowsOfTables, Numbers>> admit_rows(SlotDirectory& directory,
                                                                           SlotDirectory::BatchRows& rows) {
-  SlotDirectory::Moves moves;
-  {
-    nb::gil_scoped_release release;
-    moves = directory.admit(rows);
-  }
+  SlotDirectory::Moves moves = without_gil([&] { return directory.admit(rows); });
   if (moves.coming.rows.empty()) return std::nullopt;
   return std::tuple{lists_of(std::move(moves.coming)), lists_of(std::move(moves.leaving)),
                     array_of(std::move(moves.pointers))};

@@ -279,10 +279,8 @@ std::optional<Summed> bind_sum_rows(size_t num_features, const Arrays& weights, 
   for (size_t t = 0; t < weights.arrays.size(); ++t) tables.push_back({weights.rows(t), {}, {}, {}});
   add_segments(tables, num_features, pending, leaf, nodes);
   SummedRows out;
-  {
-    nb::gil_scoped_release release;
-    if (sum_rows(tables, nodes.size(), num_threads, out) != UpdateResult::done) return std::nullopt;
-  }
+  const auto result = without_gil([&] { return sum_rows(tables, nodes.size(), num_threads, out); });
+  if (result != UpdateResult::done) return std::nullopt;
   return std::optional<Summed>{std::in_place, std::move(out.num_rows),
                                kept_array<int64_t>(std::move(out.rows), out.total_rows),
                                kept_array<float>(std::move(out.sums), out.total_floats)};
@@ -310,10 +308,8 @@ std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_
     before = table;
   }
   DistinctRows out;
-  {
-    nb::gil_scoped_release release;
-    if (distinct_rows(tables, shares, num_threads, out) != UpdateResult::done) return std::nullopt;
-  }
+  const auto result = without_gil([&] { return distinct_rows(tables, shares, num_threads, out); });
+  if (result != UpdateResult::done) return std::nullopt;
   return std::tuple{std::move(out.counts), kept_array<int64_t>(std::move(out.rows), out.total_rows),
                     kept_array<int64_t>(std::move(out.local), out.total_rows),
                     kept_array<int64_t>(std::move(out.places), out.total_ids)};
@@ -353,11 +349,8 @@ std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, co
     require(num_floats == size(sums), "a sum for each row");
     nodes.push_back({counts, rows.data(), sums.data()});
   }
-  std::vector<SumsMessage> messages;
-  {
-    nb::gil_scoped_release release;
-    messages = pack_sums(nodes, has_homes ? &homes : nullptr, first_keys, dims, num_threads);
-  }
+  std::vector<SumsMessage> messages =
+      without_gil([&] { return pack_sums(nodes, has_homes ? &homes : nullptr, first_keys, dims, num_threads); });
   std::vector<std::pair<Words, int64_t>> found;
   for (SumsMessage& each : messages) {
     found.emplace_back(kept_array<int32_t>(std::move(each.words), each.num_words), each.num_key_words);
@@ -382,10 +375,9 @@ bind_unpack_sums(const std::vector<std::tuple<In<int32_t>, int64_t, int>>& given
     require(m < messages.size() && static_cast<int64_t>(k) < messages[m].num_nodes, "no such node");
   }
   UnpackedSums out;
-  {
-    nb::gil_scoped_release release;
-    if (!unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out)) return std::nullopt;
-  }
+  const bool good =
+      without_gil([&] { return unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out); });
+  if (!good) return std::nullopt;
   return std::tuple{std::move(out.counts), std::move(out.starts),
                     kept_array<int64_t>(std::move(out.rows), out.total_rows),
                     kept_array<float>(std::move(out.sums), out.total_floats)};

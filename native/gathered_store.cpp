@@ -8,8 +8,6 @@
 #include <cstring>
 #include <utility>
 
-#include "engine.h"
-
 namespace hotrow {
 namespace {
 
