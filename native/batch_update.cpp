@@ -26,7 +26,7 @@ struct Arena {
 };
 
 // One segment of an update while it is turned into keys.
-struct Part {
+struct SegmentKeys {
   const Segment* segment;
   int64_t dim, num_rows;
   uint64_t source;  // its number among the table's segments, shifted into place
@@ -44,7 +44,7 @@ struct TablePlan {
   uint64_t* keys = nullptr;
   uint64_t* spare = nullptr;
   std::vector<Source> sources = {};
-  std::vector<Part> parts = {};
+  std::vector<SegmentKeys> parts = {};
 };
 
 constexpr int kDigitBits = 11;  // of one pass of the radix sort: 2048 counters stay in L1
@@ -79,14 +79,14 @@ void lay_out(Arena& arena, TablePlan& plan) {
     const int64_t ids = count_ids(bags);
     const int64_t dim = plan.table->table.dim;
     const bool mean = bags.pooling == Pooling::mean;
-    const Part part{&segment,
-                    dim,
-                    plan.table->table.num_rows,
-                    static_cast<uint64_t>(plan.parts.size()) << plan.source_shift,
-                    plan.row_shift,
-                    keys,
-                    bags.weights ? arena.take<int64_t>(ids) : nullptr,
-                    mean ? arena.take<float>(bags.weights ? ids : bags.num_bags) : nullptr};
+    const SegmentKeys part{&segment,
+                           dim,
+                           plan.table->table.num_rows,
+                           static_cast<uint64_t>(plan.parts.size()) << plan.source_shift,
+                           plan.row_shift,
+                           keys,
+                           bags.weights ? arena.take<int64_t>(ids) : nullptr,
+                           mean ? arena.take<float>(bags.weights ? ids : bags.num_bags) : nullptr};
     const float* weights = bags.weights ? bags.weights + bags.begin(0) : nullptr;
     plan.sources.push_back(
         {segment.grad, segment.stride, part.bag_of, mean ? part.scale : weights, segment.leaf, segment.node});
@@ -97,7 +97,7 @@ void lay_out(Arena& arena, TablePlan& plan) {
 
 // Writes the keys and scales of bags [first, last); false if an id or offset is out of range.
 template <class Id>
-bool make_keys(const Part& part, int64_t first, int64_t last) {
+bool make_keys(const SegmentKeys& part, int64_t first, int64_t last) {
   const Bags& bags = part.segment->bags;
   const Id* ids = static_cast<const Id*>(bags.ids);
   const int64_t base = bags.begin(0), limit = bags.begin(bags.num_bags);
@@ -119,16 +119,16 @@ bool make_keys(const Part& part, int64_t first, int64_t last) {
 }
 
 bool make_all_keys(const std::vector<TablePlan>& plans, int num_threads) {
-  std::vector<const Part*> parts;
+  std::vector<const SegmentKeys*> parts;
   for (const TablePlan& plan : plans) {
-    for (const Part& part : plan.parts) parts.push_back(&part);
+    for (const SegmentKeys& part : plan.parts) parts.push_back(&part);
   }
-  const auto view = [](const Part* part) { return std::pair{&part->segment->bags, part->dim}; };
+  const auto view = [](const SegmentKeys* part) { return std::pair{&part->segment->bags, part->dim}; };
   const std::vector<Range> ranges = cut_bags(parts, num_threads, view);
   std::atomic<bool> good{true};
   parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int) {
     const Range& range = ranges[static_cast<size_t>(task)];
-    const Part& part = *parts[range.owner];
+    const SegmentKeys& part = *parts[range.owner];
     const bool ok = part.segment->bags.wide ? make_keys<int64_t>(part, range.first, range.last)
                                             : make_keys<int32_t>(part, range.first, range.last);
     if (!ok) good.store(false, std::memory_order_relaxed);
@@ -339,7 +339,7 @@ void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t 
   });
 }
 
-// What a worker needs beside the keys.
+// The scratch floats of one worker.
 int64_t floats_of_worker(int64_t dim, bool in_parts) {
   const int64_t floats = in_parts ? (2 + kMostTreeLevels + rows_at_once(dim)) * dim : 2 * dim;
   return (floats + 15) / 16 * 16;
@@ -372,7 +372,8 @@ UpdateResult make_plans(Plans& plans, const std::vector<TableUpdate>& tables, in
   return make_all_keys(plans.tables, num_threads) ? UpdateResult::done : UpdateResult::out_of_range;
 }
 
-// How many threads work on a batch: one by one its regions are short if it moves few bytes.
+// The number of threads for a batch. One that moves few bytes is not worth several, because each of its regions is
+// short.
 int team_of(const std::vector<TableUpdate>& tables, int num_threads) {
   int64_t bytes = 0;
   for (const TableUpdate& table : tables) {
@@ -385,14 +386,13 @@ int team_of(const std::vector<TableUpdate>& tables, int num_threads) {
 // Calls work(node) for each pair of a row and a node in which it occurs, among the keys [first, last).
 template <class Work>
 void for_sums(const TablePlan& plan, int64_t first, int64_t last, const Work& work) {
-  const uint64_t items = (uint64_t{1} << plan.row_shift) - 1;
+  const Occurrences all = occurrences_of(plan, first, last);
   uint64_t row = 0;
   int32_t node = -1;
-  for (int64_t i = first; i < last; ++i) {
-    const int32_t own = plan.sources[(plan.keys[i] & items) >> plan.source_shift].node;
-    if (own == node && plan.keys[i] >> plan.row_shift == row) continue;
-    row = plan.keys[i] >> plan.row_shift;
-    node = own;
+  for (int64_t i = 0; i < all.num_keys; ++i) {
+    if (all.source(i).node == node && all.row(i) == row) continue;
+    row = all.row(i);
+    node = all.source(i).node;
     work(static_cast<size_t>(node));
   }
 }

@@ -24,22 +24,22 @@ using namespace hotrow;
 
 namespace {
 
-// Positions [first, last) of a batch's ids look rows up in `table`.
-struct Span {
-  size_t table;
-  int64_t first, last;
-};
-
-bool is_wide(const Ids& ids) {
-  const bool wide = ids.dtype() == nb::dtype<int64_t>();
-  require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
-  return wide;
+// By table its first id and the end of its ids, in the order of the tables.
+std::vector<TableSpan> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, size_t num_tables,
+                               int64_t num_ids) {
+  std::vector<TableSpan> spans;
+  for (const auto& [table, first, last] : given) {
+    require(table < num_tables && 0 <= first && first <= last && last <= num_ids, "span outside the batch");
+    require(spans.empty() || spans.back().table <= table, "spans must be in the order of their tables");
+    spans.push_back({table, first, last});
+  }
+  return spans;
 }
 
 class Caches;
 
-// A batch on its way: its rows are pinned until it is released. Any thread may wait for it and release it. Its memory
-// is the tables', so it keeps them alive.
+// A batch in flight: its rows stay pinned until it is released. Any thread may wait for it and release it. Its rows are
+// read into the memory of the tables, so it keeps them alive.
 class Flight {
  public:
   Flight(std::shared_ptr<Caches> caches, size_t num_tables)
@@ -49,7 +49,7 @@ class Flight {
     release(false, 1);
   }
 
-  // Sleeps until every row lies in its slot, those among them that batches before it brought; false when a store
+  // Blocks until every row is in its slot, including rows that earlier batches are still reading; false if a store
   // failed.
   bool wait() {
     const std::lock_guard lock(mutex_);
@@ -69,9 +69,9 @@ class Flight {
   std::mutex mutex_;  // of all that follows, once a batch is admitted
   std::shared_ptr<Caches> caches_;
   std::vector<Pins> pins_;
-  std::vector<Span> spans_;
-  std::vector<std::span<const Span>> tables_;  // the spans of each table
-  std::shared_ptr<int32_t[]> slots_;           // of the batch's ids
+  std::vector<TableSpan> spans_;
+  std::vector<std::span<const TableSpan>> tables_;  // the spans of each table
+  std::shared_ptr<int32_t[]> slots_;                // of the batch's ids
   std::shared_ptr<Ticket> ticket_;
   std::vector<std::shared_ptr<Ticket>> earlier_;
   bool good_ = true, released_ = false;
@@ -79,13 +79,13 @@ class Flight {
 
 class Caches : public std::enable_shared_from_this<Caches> {
  public:
-  uint32_t last_batch = 0;  // its number; the next is one more, and they begin again after the last
+  uint32_t last_batch = 0;  // number of the last batch; wraps around
 
   void add(
       const std::tuple<int64_t, int64_t, int64_t>& sizes,
       const std::tuple<uint64_t, float, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>, int64_t, int>& initial,
       const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
-      std::vector<Memory> arrays) {
+      std::shared_ptr<Records> records) {
     const auto [num_rows, pinned, cached] = sizes;
     require(0 <= pinned && 0 <= cached && pinned + cached <= num_rows && num_rows < 0x7FFFFFFF,
             "pinned + cached slots must be within the table's rows, and these below 2^31");
@@ -98,26 +98,23 @@ class Caches : public std::enable_shared_from_this<Caches> {
       require(of_weight == 0 || state_dim == dim, "a state made of weights must be as long");
       first.states.push_back({state_dim, constant, of_weight, of_sign});
     }
-    require(arrays.size() == 1 + (first.storage == Storage::split) + states.size(), "an array for each part");
-    Slots slots = slots_of(arrays, num_rows);
-    require(store->record_bytes() == slots.record_bytes(), "the arrays' parts together are not as long as a record");
+    require(records->arrays.size() == 1 + (first.storage == Storage::split) + states.size(), "an array for each part");
+    require(records->num_slots == num_rows && num_rows > 0, "arrays must have num_rows slots, one or more");
+    require(store->record_bytes() == records->slots.record_bytes(),
+            "the arrays' parts together are not as long as a record");
     require(store->num_rows() >= num_rows, "the store has fewer rows than the table");
-    std::unique_lock lock(mutex_, std::defer_lock);
-    std::unique_ptr<RowCache> cache;
-    {
-      nb::gil_scoped_release release;
-      cache =
-          std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, std::move(slots));
-      lock.lock();
-    }
-    arrays_.push_back(std::move(arrays));
+    nb::gil_scoped_release release;
+    auto cache =
+        std::make_unique<RowCache>(CacheSizes{num_rows, pinned, cached}, std::move(first), store, records->slots);
+    const std::lock_guard lock(mutex_);
+    records_.push_back(std::move(records));
     stores_.push_back(std::move(store));
     caches_.push_back(std::move(cache));
   }
 
-  // Lets the table begin with saved rows (saved_store.h). Returns the store that it has from then on, or none if a row
-  // was written to before. files: descriptors, which the store closes, and their paths. links: (number of rows, ids,
-  // parts of a record), ids and parts as (file, offset). Raises ValueError, with nothing changed, for wrong ids.
+  // Makes the table start from saved rows (saved_store.h). Returns its new store, or None if a row has been written
+  // already. files: descriptors, which the store closes, and their paths. links: (number of rows, ids, parts of a
+  // record), ids and parts as (file, offset). Raises ValueError, with nothing changed, for wrong ids.
   std::shared_ptr<Store> begin_with(
       size_t table, const std::vector<std::pair<int, std::string>>& files,
       const std::vector<std::tuple<int64_t, std::pair<size_t, int64_t>, std::vector<std::pair<size_t, int64_t>>>>&
@@ -131,9 +128,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
       return SavedValues{opened[where.first], where.second};
     };
     std::vector<int64_t> part_bytes;
-    for (const Memory& array : arrays_[table]) {
-      part_bytes.push_back(static_cast<int64_t>(array.nbytes()) / extent(array, 0));
-    }
+    for (const Part& part : records_[table]->slots.parts) part_bytes.push_back(part.bytes);
     std::vector<SavedLink> saved;
     for (const auto& [num_saved, ids, parts] : links) {
       require(num_saved >= 0 && parts.size() == part_bytes.size(), "a link has values for each part of a record");
@@ -142,7 +137,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     }
     std::shared_ptr<Store> store;
     std::string reason;
-    const int64_t num_rows = extent(arrays_[table][0], 0);
+    const int64_t num_rows = records_[table]->num_slots;
     RowBits rows(num_rows);
     {
       nb::gil_scoped_release release;
@@ -154,32 +149,27 @@ class Caches : public std::enable_shared_from_this<Caches> {
                                reason);
       if (store) {
         stores_[table] = store;
-        guarded(*store, [&] { return cache.begin_with(store, rows); });
+        fail_store_on_throw(*store, [&] { return cache.begin_with(store, rows); });
       }
     }
     require(store != nullptr, reason.c_str());
     return store;
   }
 
-  // (flight, slots); no flight where an id is out of range.
+  // Returns (flight, slots); flight is None if an id is out of range.
   std::pair<std::unique_ptr<Flight>, nb::ndarray<nb::numpy, int32_t>> admit(
       const Ids& ids, const std::vector<std::tuple<size_t, int64_t, int64_t>>& spans, bool keep, int num_threads) {
     auto flight = std::make_unique<Flight>(shared_from_this(), caches_.size());
-    flight->spans_ = checked(spans, size(ids));
+    flight->spans_ = checked(spans, caches_.size(), size(ids));
     flight->tables_ = by_table(flight->spans_);
-    const size_t length = ids.size();
-    flight->slots_ = std::make_shared<int32_t[]>(length);
+    flight->slots_ = std::make_shared<int32_t[]>(ids.size());
     int32_t* values = flight->slots_.get();
-    using Owner = std::shared_ptr<int32_t[]>;
-    nb::capsule owner(new Owner(flight->slots_), [](void* p) noexcept { delete static_cast<Owner*>(p); });
-    nb::ndarray<nb::numpy, int32_t> slots(values, 1, &length, owner);
+    auto slots = array_on(values, {ids.size()}, flight->slots_);
     const bool wide = is_wide(ids);
-    bool good;
-    {
-      nb::gil_scoped_release release;
+    const bool good = without_gil([&] {
       const std::lock_guard lock(mutex_);
-      good = admit_all(ids.data(), wide, values, *flight, keep, num_threads);
-    }
+      return admit_all(ids.data(), wide, values, *flight, keep, num_threads);
+    });
     if (!good) flight.reset();
     return {std::move(flight), std::move(slots)};
   }
@@ -189,7 +179,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     const bool wide = is_wide(ids);
     nb::gil_scoped_release release;
     const std::lock_guard lock(mutex_);
-    return std::all_of(flight.spans_.begin(), flight.spans_.end(), [&](const Span& span) {
+    return std::all_of(flight.spans_.begin(), flight.spans_.end(), [&](const TableSpan& span) {
       const RowCache& cache = *caches_[span.table];
       const int64_t n = span.last - span.first;
       return wide ? cache.holds(static_cast<const int64_t*>(ids.data()) + span.first, n, slots.data() + span.first)
@@ -199,9 +189,9 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   void release(Flight& flight, bool dirty, int num_threads) {
     const std::lock_guard lock(mutex_);
-    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
+    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const TableSpan> spans) {
       cache.release(pins, dirty);
-      for (const Span& span : spans) {
+      for (const TableSpan& span : spans) {
         if (dirty) cache.mark_pinned(flight.slots_.get() + span.first, span.last - span.first);
       }
     });
@@ -214,16 +204,10 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
   nb::ndarray<nb::numpy, int64_t> changed_rows(size_t table, bool ever, int64_t first, int64_t most) {
     require(first >= 0 && most >= 0, "first and most must not be negative");
-    auto rows = std::make_unique<std::vector<int64_t>>();
-    {
-      nb::gil_scoped_release release;
+    return array_of(without_gil([&] {
       const std::lock_guard lock(mutex_);
-      *rows = bits(table, ever).rows(first, most);
-    }
-    int64_t* values = rows->data();
-    const size_t length = rows->size();
-    nb::capsule owner(rows.release(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
-    return {values, 1, &length, owner};
+      return bits(table, ever).rows(first, most);
+    }));
   }
   void clear_changed() {
     const std::lock_guard lock(mutex_);
@@ -234,9 +218,9 @@ class Caches : public std::enable_shared_from_this<Caches> {
     const std::lock_guard lock(mutex_);
     bool good = true;
     for (size_t t = 0; t < caches_.size(); ++t) {
-      good = guarded(*stores_[t], [&] { return caches_[t]->write_back(), true; }) && good;
+      good = fail_store_on_throw(*stores_[t], [&] { return caches_[t]->write_back(), true; }) && good;
     }
-    for (const auto& store : stores_) good = guarded(*store, [&] { return store->flush(); }) && good;
+    for (const auto& store : stores_) good = fail_store_on_throw(*store, [&] { return store->flush(); }) && good;
     return good;
   }
 
@@ -250,14 +234,11 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   nb::dict counters(size_t table) {
     require(table < caches_.size(), "no such table");
-    CacheCounters c;
-    int64_t num_bytes, map_bytes;
-    {
-      nb::gil_scoped_release release;
+    const auto [c, num_bytes, map_bytes] = without_gil([&] {
       const std::lock_guard lock(mutex_);
       const RowCache& cache = *caches_[table];
-      c = cache.counters(), num_bytes = cache.num_bytes(), map_bytes = cache.map_bytes();
-    }
+      return std::tuple{cache.counters(), cache.num_bytes(), cache.map_bytes()};
+    });
     nb::dict d;
     d["lookups"] = c.lookups;
     d["pinned_lookups"] = c.pinned_lookups;
@@ -275,33 +256,14 @@ class Caches : public std::enable_shared_from_this<Caches> {
   }
 
  private:
-  static Slots slots_of(const std::vector<Memory>& arrays, int64_t num_rows) {
-    Slots slots;
-    for (const Memory& array : arrays) {
-      require(extent(array, 0) == num_rows && num_rows > 0, "arrays must have num_rows slots, one or more");
-      slots.parts.push_back({static_cast<std::byte*>(array.data()), static_cast<int64_t>(array.nbytes()) / num_rows});
-    }
-    return slots;
-  }
-
-  std::vector<Span> checked(const std::vector<std::tuple<size_t, int64_t, int64_t>>& given, int64_t num_ids) const {
-    std::vector<Span> spans;
-    for (const auto& [table, first, last] : given) {
-      require(table < caches_.size() && 0 <= first && first <= last && last <= num_ids, "span outside the batch");
-      require(spans.empty() || spans.back().table <= table, "spans must be in the order of their tables");
-      spans.push_back({table, first, last});
-    }
-    return spans;
-  }
-
   const RowBits& bits(size_t table, bool ever) const {
     require(table < caches_.size(), "no such table");
     return ever ? caches_[table]->written() : caches_[table]->changed();
   }
 
-  static std::vector<std::span<const Span>> by_table(const std::vector<Span>& spans) {
-    std::vector<std::span<const Span>> tables;
-    for (const Span& span : spans) {
+  static std::vector<std::span<const TableSpan>> by_table(const std::vector<TableSpan>& spans) {
+    std::vector<std::span<const TableSpan>> tables;
+    for (const TableSpan& span : spans) {
       const bool more = !tables.empty() && tables.back().back().table == span.table;
       if (more) {
         tables.back() = {tables.back().data(), tables.back().size() + 1};
@@ -312,17 +274,18 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return tables;
   }
 
-  // visit(cache, pins, spans) of each table that the batch looks rows up in, tables side by side. Where it throws, rows
-  // may have left their slots and not come to the store, or have slots and not come to them: the store has failed, and
-  // its cache is left alone from then on.
+  // Calls visit(cache, pins, spans) for each table that the batch uses, tables in parallel. If it throws, some rows may
+  // have left their slots without reaching the store, or have slots that were never filled: the store counts as failed,
+  // and its cache is not used again.
   template <class Visit>
   void for_each_table(Flight& flight, int num_threads, const Visit& visit) {
     parallel_for(static_cast<int64_t>(flight.tables_.size()), num_threads, [&](int64_t task, int) {
-      const std::span<const Span> spans = flight.tables_[static_cast<size_t>(task)];
+      const std::span<const TableSpan> spans = flight.tables_[static_cast<size_t>(task)];
       const size_t table = spans.front().table;
-      Asked call(*flight.ticket_, 1);
+      PendingReads call(*flight.ticket_, 1);
       if (stores_[table]->failure()) return;
-      if (guarded(*stores_[table], [&] { return visit(*caches_[table], flight.pins_[table], spans), true; })) {
+      if (fail_store_on_throw(*stores_[table],
+                              [&] { return visit(*caches_[table], flight.pins_[table], spans), true; })) {
         call.done();
       }
     });
@@ -330,13 +293,13 @@ class Caches : public std::enable_shared_from_this<Caches> {
 
   bool admit_all(const void* ids, bool wide, int32_t* slots, Flight& flight, bool keep, int num_threads) {
     const uint32_t number = next_batch();
-    // One that failed stays: its rows have slots, and did not come.
+    // A failed ticket stays: its rows have slots but were never read.
     std::erase_if(under_way_, [](const auto& ticket) { return ticket->finished() && ticket->wait(); });
     flight.earlier_ = under_way_;
     under_way_.push_back(flight.ticket_);
     std::atomic<bool> good{true};
-    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const Span> spans) {
-      for (const Span& span : spans) {
+    for_each_table(flight, num_threads, [&](RowCache& cache, Pins& pins, std::span<const TableSpan> spans) {
+      for (const TableSpan& span : spans) {
         const auto into = [&](const auto* all) {
           return cache.admit(all + span.first, span.last - span.first, slots + span.first, number, keep, pins,
                              *flight.ticket_);
@@ -347,7 +310,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return good;
   }
 
-  // 0 and 1 mean no batch, and one of the numbers' last round.
+  // 0 means no batch, and 1 a batch from before the numbers wrapped around.
   uint32_t next_batch() {
     if (++last_batch < 2) {
       for (const auto& cache : caches_) cache->restart_batches();
@@ -359,17 +322,17 @@ class Caches : public std::enable_shared_from_this<Caches> {
   friend class Flight;
   const pid_t process_ = getpid();
   std::mutex mutex_;
-  std::vector<std::vector<Memory>> arrays_;
+  std::vector<std::shared_ptr<Records>> records_;
   std::vector<std::shared_ptr<Store>> stores_;
   std::vector<std::unique_ptr<RowCache>> caches_;
   std::vector<std::shared_ptr<Ticket>> under_way_;
 };
 
 void Flight::release(bool dirty, int num_threads) {
-  if (getpid() != caches_->process_) return;  // a forked child: what would finish the reads is not in it
+  if (getpid() != caches_->process_) return;  // a forked child: the threads that finish reads are in its parent
   const std::lock_guard lock(mutex_);
   if (std::exchange(released_, true)) return;
-  wait_locked();  // a slot may be handed on only when nothing is on its way into it
+  wait_locked();  // a slot may be reused only when no read into it is pending
   caches_->release(*this, dirty, num_threads);
 }
 
@@ -377,18 +340,10 @@ void Flight::release(bool dirty, int num_threads) {
 
 using Numbers = nb::ndarray<nb::numpy, int64_t>;
 
-Numbers numbers_of(std::vector<int64_t>&& given) {
-  auto owned = std::make_unique<std::vector<int64_t>>(std::move(given));
-  int64_t* values = owned->data();
-  const size_t length = owned->size();
-  nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
-  return {values, 1, &length, owner};
-}
-
 // (rows, slots, how many by table)
 using RowsOfTables = std::tuple<Numbers, Numbers, std::vector<int64_t>>;
 RowsOfTables lists_of(SlotDirectory::Rows&& found) {
-  return {numbers_of(std::move(found.rows)), numbers_of(std::move(found.slots)), std::move(found.numbers)};
+  return {array_of(std::move(found.rows)), array_of(std::move(found.slots)), std::move(found.numbers)};
 }
 
 std::unique_ptr<SlotDirectory> make_directory(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& tables) {
@@ -401,35 +356,25 @@ std::unique_ptr<SlotDirectory> make_directory(const std::vector<std::tuple<int64
   return std::make_unique<SlotDirectory>(sizes);
 }
 
-std::unique_ptr<SlotDirectory::Named> find_rows(SlotDirectory& directory, const Ids& ids,
-                                                const std::vector<std::tuple<size_t, int64_t, int64_t>>& given) {
-  std::vector<SlotDirectory::Ids> batch;
-  for (const auto& [table, first, last] : given) {
-    require(table < directory.counts().size() && 0 <= first && first <= last && last <= size(ids),
-            "span outside the batch");
-    require(batch.empty() || batch.back().table <= table, "spans must be in the order of their tables");
-    batch.push_back({table, first, last});
-  }
+std::unique_ptr<SlotDirectory::BatchRows> find_rows(SlotDirectory& directory, const Ids& ids,
+                                                    const std::vector<std::tuple<size_t, int64_t, int64_t>>& given) {
+  const std::vector<TableSpan> batch = checked(given, directory.counts().size(), size(ids));
   const bool wide = is_wide(ids);
-  auto named = std::make_unique<SlotDirectory::Named>();
+  auto rows = std::make_unique<SlotDirectory::BatchRows>();
   nb::gil_scoped_release release;
-  const bool good = wide ? directory.find(static_cast<const int64_t*>(ids.data()), batch, *named)
-                         : directory.find(static_cast<const int32_t*>(ids.data()), batch, *named);
-  if (!good) named.reset();
-  return named;
+  const bool good = wide ? directory.find(static_cast<const int64_t*>(ids.data()), batch, *rows)
+                         : directory.find(static_cast<const int32_t*>(ids.data()), batch, *rows);
+  if (!good) rows.reset();
+  return rows;
 }
 
-// None if no row comes.
+// None if no row has to be read.
 std::optional<std::tuple<RowsOfTables, RowsOfTables, Numbers>> admit_rows(SlotDirectory& directory,
-                                                                          SlotDirectory::Named& named) {
-  SlotDirectory::Moves moves;
-  {
-    nb::gil_scoped_release release;
-    moves = directory.admit(named);
-  }
+                                                                          SlotDirectory::BatchRows& rows) {
+  SlotDirectory::Moves moves = without_gil([&] { return directory.admit(rows); });
   if (moves.coming.rows.empty()) return std::nullopt;
   return std::tuple{lists_of(std::move(moves.coming)), lists_of(std::move(moves.leaving)),
-                    numbers_of(std::move(moves.pointers))};
+                    array_of(std::move(moves.pointers))};
 }
 
 }  // namespace
@@ -441,7 +386,7 @@ void bind_cache(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Caches>(m, "Caches")
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
-      .def("add", &Caches::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
+      .def("add", &Caches::add)
       .def("begin_with", &Caches::begin_with)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)
@@ -452,10 +397,10 @@ void bind_cache(nb::module_& m) {
       .def("failure", &Caches::failure, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Caches::counters)
       .def_rw("last_batch", &Caches::last_batch);  // for tests
-  using Named = SlotDirectory::Named;
-  nb::class_<Named>(m, "NamedRows").def_prop_ro("numbers", [](const Named& named) {
+  using BatchRows = SlotDirectory::BatchRows;
+  nb::class_<BatchRows>(m, "BatchRows").def_prop_ro("numbers", [](const BatchRows& rows) {
     std::vector<int64_t> found;
-    for (const auto& own : named.numbers) found.push_back(own.pinned + own.passing + own.coming);
+    for (const auto& own : rows.numbers) found.push_back(own.pinned + own.passing + own.coming);
     return found;
   });
   nb::class_<SlotDirectory>(m, "SlotDirectory")
@@ -463,9 +408,9 @@ void bind_cache(nb::module_& m) {
       .def("missing", &SlotDirectory::missing)
       .def("fits", &SlotDirectory::fits)
       .def("admit", &admit_rows)
-      .def("release", &SlotDirectory::release, nb::arg("named"), nb::arg("updated"),
+      .def("release", &SlotDirectory::release, nb::arg("rows"), nb::arg("updated"),
            nb::call_guard<nb::gil_scoped_release>())
-      .def("coming", [](const SlotDirectory& own, const Named& named) { return lists_of(own.coming(named)); })
+      .def("coming", [](const SlotDirectory& own, const BatchRows& rows) { return lists_of(own.coming(rows)); })
       .def(
           "resident", [](const SlotDirectory& own, bool dirty) { return lists_of(own.resident(dirty)); },
           nb::arg("dirty"))

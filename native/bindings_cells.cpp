@@ -78,7 +78,7 @@ bool parse_id(std::string_view text, Encoding encoding, int64_t* out) {
 }
 
 template <class Index>
-struct Arrays {
+struct VocabularyArrays {
   In<Index> directory, rows;
   In<uint64_t> hashes;
   std::optional<In<uint64_t>> key_offsets;
@@ -102,7 +102,7 @@ struct IdColumn {
   Encoding encoding;
   uint64_t cap, missing_row;
   std::vector<double> boundaries;  // of buckets: a number's id is how many of them are at most the number
-  std::variant<Arrays<uint32_t>, Arrays<uint64_t>> arrays;
+  std::variant<VocabularyArrays<uint32_t>, VocabularyArrays<uint64_t>> arrays;
 };
 
 // The ids of one column of a request: all of its rows, or the one that they share.
@@ -132,8 +132,9 @@ class CellReader {
     require(key_offsets.has_value() == stored && key_bytes.has_value() == stored &&
                 (!stored || key_offsets->shape(0) == hashes.shape(0) + 1),
             "key_offsets and key_bytes do not fit the hashes");
-    ids_.push_back({std::move(name), static_cast<Encoding>(encoding), cap, missing_row, std::move(boundaries),
-                    Arrays<Index>{directory, rows, hashes, std::move(key_offsets), std::move(key_bytes), bits}});
+    ids_.push_back(
+        {std::move(name), static_cast<Encoding>(encoding), cap, missing_row, std::move(boundaries),
+         VocabularyArrays<Index>{directory, rows, hashes, std::move(key_offsets), std::move(key_bytes), bits}});
   }
 
   // Fills the rows of every column; returns whether all cells could be read. user: a dict of cells that all rows share.
@@ -288,22 +289,14 @@ class CellReader {
                       bool* missing) {
     const size_t count = own.valid.size();
     const bool is_text = column.encoding == Encoding::kBytes;
-    std::vector<uint64_t> capped;
-    const uint64_t* keys = hashes;
-    if (is_text) {
-      hash_keys(own.bytes.data(), own.offsets.data(), count, 0, hashes);
-    } else {
-      hash_keys(own.values.data(), count, 0, hashes);
-    }
-    if (column.cap != 0) {
-      capped.resize(count);
-      keys = capped.data();
-      if (is_text) {
-        hash_keys(own.bytes.data(), own.offsets.data(), count, column.cap, capped.data());
-      } else {
-        hash_keys(own.values.data(), count, column.cap, capped.data());
-      }
-    }
+    const auto hash = [&](uint64_t cap, uint64_t* out) {
+      is_text ? hash_keys(own.bytes.data(), own.offsets.data(), count, cap, out)
+              : hash_keys(own.values.data(), count, cap, out);
+    };
+    hash(0, hashes);
+    std::vector<uint64_t> capped(column.cap ? count : 0);
+    if (column.cap) hash(column.cap, capped.data());
+    const uint64_t* keys = column.cap ? capped.data() : hashes;
     std::visit(
         [&](const auto& arrays) {
           lookup_rows(arrays.table(), keys, own.valid.data(), own.bytes.data(), own.offsets.data(), count,

@@ -30,10 +30,8 @@ using Maybe = std::optional<In<T>>;
 void raise_for(int error, const std::string& what) {
   if (error == 0) return;
   if (error == EBADMSG) throw std::invalid_argument(what + " is truncated or altered");
-  nb::object oserror = nb::module_::import_("builtins").attr("OSError");
-  nb::object text = nb::module_::import_("os").attr("strerror")(error);
-  nb::object instance = oserror(error, text, what);
-  PyErr_SetObject(oserror.ptr(), instance.ptr());
+  errno = error;
+  PyErr_SetFromErrnoWithFilename(PyExc_OSError, what.c_str());
   throw nb::python_error();
 }
 void raise_for(const Status& status) { raise_for(status.error, status.what); }
@@ -78,11 +76,9 @@ nb::tuple parse(In<uint8_t> text, const std::string& delimiter, int num_ignored,
                          static_cast<int>(keys.shape(0))};
   const RowColumns columns{label.data(),  dense.data(), keys.data(), reinterpret_cast<uint8_t*>(valid.data()),
                            keys.shape(1), num_rows};
-  RowResult result;
-  {
-    nb::gil_scoped_release unlocked;
-    result = parse_rows(reinterpret_cast<const char*>(text.data()), text.shape(0), layout, first_row, columns);
-  }
+  const RowResult result = without_gil([&] {
+    return parse_rows(reinterpret_cast<const char*>(text.data()), text.shape(0), layout, first_row, columns);
+  });
   return nb::make_tuple(result.num_rows, result.num_bytes, static_cast<int>(result.fault), result.column);
 }
 
@@ -180,39 +176,19 @@ void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe
 }
 
 void counter_drain(Counter& counter, int fd) {
-  int error;
-  {
-    nb::gil_scoped_release unlocked;
-    error = counter.drain(fd);
-  }
-  raise_for(error, "run");
+  raise_for(without_gil([&] { return counter.drain(fd); }), "run");
 }
 
 void merge(const std::vector<int>& run_fds, int out_fd, size_t memory_bytes) {
-  Status status;
-  {
-    nb::gil_scoped_release unlocked;
-    status = merge_runs(run_fds, out_fd, memory_bytes);
-  }
-  raise_for(status);
+  raise_for(without_gil([&] { return merge_runs(run_fds, out_fd, memory_bytes); }));
 }
 
 void builder_merge(VocabularyBuilder& builder, const std::vector<int>& run_fds, uint64_t min_count) {
-  Status status;
-  {
-    nb::gil_scoped_release unlocked;
-    status = builder.merge(run_fds, min_count);
-  }
-  raise_for(status);
+  raise_for(without_gil([&] { return builder.merge(run_fds, min_count); }));
 }
 
 void builder_rank(VocabularyBuilder& builder, uint64_t max_rows, int counts_fd, uint64_t offset, bool wide) {
-  Status status;
-  {
-    nb::gil_scoped_release unlocked;
-    status = builder.rank(max_rows, counts_fd, offset, wide);
-  }
-  raise_for(status);
+  raise_for(without_gil([&] { return builder.rank(max_rows, counts_fd, offset, wide); }));
 }
 
 // Returns (num_bytes, crc32) of each section.
@@ -222,12 +198,7 @@ nb::list builder_write(VocabularyBuilder& builder, int fd, uint32_t directory_bi
   require(directory_bits >= 1 && directory_bits <= 40, "directory_bits must be 1 to 40");
   VocabularyBuilder::SectionInfo sections[VocabularyBuilder::kNumSections] = {};
   for (size_t i = 0; i < offsets.size(); ++i) sections[i].offset = offsets[i];
-  Status status;
-  {
-    nb::gil_scoped_release unlocked;
-    status = builder.write(fd, directory_bits, wide, sections);
-  }
-  raise_for(status);
+  raise_for(without_gil([&] { return builder.write(fd, directory_bits, wide, sections); }));
   nb::list result;
   for (const auto& section : sections) result.append(nb::make_tuple(section.num_bytes, section.crc));
   return result;

@@ -31,23 +31,6 @@ using namespace hotrow;
 
 namespace {
 
-// Arrays of slots, one per part of a record: [num_slots, ...]. Keeps their memory alive.
-struct Records {
-  std::vector<Memory> arrays;
-  Slots slots;
-  int64_t num_slots = 0;
-
-  explicit Records(std::vector<Memory> given) : arrays(std::move(given)) {
-    require(!arrays.empty(), "no arrays of slots");
-    num_slots = extent(arrays[0], 0);
-    for (const Memory& array : arrays) {
-      require(array.ndim() >= 1 && extent(array, 0) == num_slots, "arrays of slots differ in their number of slots");
-      const int64_t bytes = num_slots ? static_cast<int64_t>(array.nbytes()) / num_slots : 0;
-      slots.parts.push_back({static_cast<std::byte*>(array.data()), bytes});
-    }
-  }
-};
-
 std::vector<Move> moves_of(const Store& store, const Records& records, const In<int64_t>& rows,
                            const In<int64_t>& slots) {
   require(size(rows) == size(slots), "rows and slots differ in number");
@@ -63,7 +46,7 @@ std::vector<Move> moves_of(const Store& store, const Records& records, const In<
   return moves;
 }
 
-// A read that was started; it holds the memory into which it writes.
+// A read in flight. It keeps the memory that it writes to alive.
 struct Reading {
   Reading(std::shared_ptr<Store> s, std::shared_ptr<Records> r) : store(std::move(s)), records(std::move(r)) {}
   ~Reading() {
@@ -84,8 +67,8 @@ std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const In<int64_
   const std::vector<Move> moves = moves_of(*store, *records, rows, slots);
   auto reading = std::make_unique<Reading>(store, std::move(records));
   nb::gil_scoped_release release;
-  Asked call(reading->ticket, 1);
-  const bool good = guarded(*store, [&] {
+  PendingReads call(reading->ticket, 1);
+  const bool good = fail_store_on_throw(*store, [&] {
     store->read(moves, reading->records->slots, reading->ticket);
     return true;
   });
@@ -96,7 +79,7 @@ std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const In<int64_
 void bind_write(Store& store, const In<int64_t>& rows, const In<int64_t>& slots, const Records& records) {
   const std::vector<Move> moves = moves_of(store, records, rows, slots);
   nb::gil_scoped_release release;
-  guarded(store, [&] {
+  fail_store_on_throw(store, [&] {
     store.write(moves, records.slots);
     return true;
   });
@@ -128,7 +111,8 @@ nb::dict counters_of(const Store& store) {
   return d;
 }
 
-// The engine or None, and the reason why there is none or why it has fewer threads.
+// Returns (engine or None, reason). The reason is empty unless the engine is missing or has fewer threads than asked
+// for.
 std::pair<std::shared_ptr<Engine>, std::string> bind_start_engine(bool ring, int depth, int num_threads,
                                                                   int64_t most_waiting_bytes) {
   require(1 <= depth && depth <= 4096, "depth must be in [1, 4096]");
@@ -215,8 +199,8 @@ int try_read(int fd, int64_t bytes) {
   return error;
 }
 
-// Asks for the pages of rows of a mapped file, so that the disk reads them side by side and not at one page fault after
-// another. `first`: rows below it are in memory. A hint, whose failure changes nothing but time.
+// Starts readahead for rows of a mapped file, so that the disk reads them in parallel and not one page fault after
+// another. Rows below `first` are in memory. Only a hint: its failure costs time, nothing else.
 void ask_for_rows(int fd, int64_t begin, int64_t row_bytes, const In<int64_t>& rows, int64_t first) {
 #if defined(POSIX_FADV_WILLNEED)
   int64_t last = -1;  // ids that a request's rows share come one after another
@@ -232,7 +216,7 @@ void ask_for_rows(int fd, int64_t begin, int64_t row_bytes, const In<int64_t>& r
 
 void bind_memory(nb::module_& m) {
   nb::class_<Engine>(m, "Engine").def("num_bytes", &Engine::num_bytes).def("blocked_ns", [](Engine& engine) {
-    return engine.room().blocked_ns();
+    return engine.write_buffer().blocked_ns();
   });
   nb::class_<Records>(m, "Records").def(nb::init<std::vector<Memory>>(), nb::arg().noconvert());
   nb::class_<Reading>(m, "Reading")
@@ -242,7 +226,7 @@ void bind_memory(nb::module_& m) {
       .def("read", bind_read)
       .def("write", bind_write)
       .def(
-          "flush", [](Store& store) { return guarded(store, [&] { return store.flush(); }); },
+          "flush", [](Store& store) { return fail_store_on_throw(store, [&] { return store.flush(); }); },
           nb::call_guard<nb::gil_scoped_release>())
       .def("fail", &Store::fail)
       .def("failure", [](const Store& store) { return store.failure() ? store.failure()->what : std::string(); })

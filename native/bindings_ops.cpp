@@ -112,8 +112,7 @@ struct Batch {
         starts(std::move(s)),
         num_bags(n),
         parts(p.empty() ? std::vector<int64_t>{0, n} : std::move(p)) {
-    wide = ids.dtype() == nb::dtype<int64_t>();
-    require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
+    wide = is_wide(ids);
     require(!weights || size(*weights) == size(ids), "weights must be as many as ids");
     const int64_t total = offsets ? size(*offsets) - 1 : size(ids);
     require(num_bags >= 0, "negative number of bags");
@@ -192,7 +191,7 @@ States states_of(const std::vector<const Arrays*>& states, size_t table, Algorit
   return found;
 }
 
-// Lookups that have got their gradients, in forward order.
+// Lookups whose gradients are known, in forward order.
 using Pending = std::vector<std::tuple<const Layout*, const Batch*, GradMatrix>>;
 // Subtrees: first leaf and number of leaves.
 using Nodes = std::vector<std::pair<int32_t, int32_t>>;
@@ -264,11 +263,9 @@ int bind_update(size_t num_features, const Arrays& weights, const std::vector<co
 
 // An array on kept pages, which it gives back when it is freed.
 template <class T>
-nb::ndarray<nb::numpy, T> array_on(std::unique_ptr<KeptPages> pages, int64_t size) {
+nb::ndarray<nb::numpy, T> kept_array(std::unique_ptr<KeptPages> pages, int64_t size) {
   T* data = reinterpret_cast<T*>(pages->bytes());
-  nb::capsule owner(pages.release(), [](void* p) noexcept { delete static_cast<KeptPages*>(p); });
-  const size_t shape[] = {static_cast<size_t>(size)};
-  return {data, 1, shape, owner};
+  return array_on(data, {static_cast<size_t>(size)}, std::move(pages));
 }
 
 // How many rows by node and table, then rows and sums of all of them end to end.
@@ -282,13 +279,11 @@ std::optional<Summed> bind_sum_rows(size_t num_features, const Arrays& weights, 
   for (size_t t = 0; t < weights.arrays.size(); ++t) tables.push_back({weights.rows(t), {}, {}, {}});
   add_segments(tables, num_features, pending, leaf, nodes);
   SummedRows out;
-  {
-    nb::gil_scoped_release release;
-    if (sum_rows(tables, nodes.size(), num_threads, out) != UpdateResult::done) return std::nullopt;
-  }
+  const auto result = without_gil([&] { return sum_rows(tables, nodes.size(), num_threads, out); });
+  if (result != UpdateResult::done) return std::nullopt;
   return std::optional<Summed>{std::in_place, std::move(out.num_rows),
-                               array_on<int64_t>(std::move(out.rows), out.total_rows),
-                               array_on<float>(std::move(out.sums), out.total_floats)};
+                               kept_array<int64_t>(std::move(out.rows), out.total_rows),
+                               kept_array<float>(std::move(out.sums), out.total_floats)};
 }
 
 // By table its first id, end of its ids; in the tables' order.
@@ -298,8 +293,7 @@ using Numbers = nb::ndarray<nb::numpy, int64_t>;
 // Returns counts by table and group, rows, their numbers in shards, places; nothing if an id is out of range.
 std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_distinct_rows(
     Ids ids, const Spans& spans, const std::vector<int64_t>& num_rows, const Shares& shares, int num_threads) {
-  const bool wide = ids.dtype() == nb::dtype<int64_t>();
-  require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
+  const bool wide = is_wide(ids);
   require(shares.prefix.size() == num_rows.size() && shares.owner.size() == num_rows.size(), "one share per table");
   require(shares.num_ranks > 0 && 0 <= shares.rank && shares.rank < shares.num_ranks, "no such rank");
   for (const int64_t owner : shares.owner) require(owner < shares.num_ranks, "no such owner");
@@ -314,13 +308,11 @@ std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_
     before = table;
   }
   DistinctRows out;
-  {
-    nb::gil_scoped_release release;
-    if (distinct_rows(tables, shares, num_threads, out) != UpdateResult::done) return std::nullopt;
-  }
-  return std::tuple{std::move(out.counts), array_on<int64_t>(std::move(out.rows), out.total_rows),
-                    array_on<int64_t>(std::move(out.local), out.total_rows),
-                    array_on<int64_t>(std::move(out.places), out.total_ids)};
+  const auto result = without_gil([&] { return distinct_rows(tables, shares, num_threads, out); });
+  if (result != UpdateResult::done) return std::nullopt;
+  return std::tuple{std::move(out.counts), kept_array<int64_t>(std::move(out.rows), out.total_rows),
+                    kept_array<int64_t>(std::move(out.local), out.total_rows),
+                    kept_array<int64_t>(std::move(out.places), out.total_ids)};
 }
 
 // By node its counts by table, its rows and its sums.
@@ -357,14 +349,11 @@ std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, co
     require(num_floats == size(sums), "a sum for each row");
     nodes.push_back({counts, rows.data(), sums.data()});
   }
-  std::vector<SumsMessage> messages;
-  {
-    nb::gil_scoped_release release;
-    messages = pack_sums(nodes, has_homes ? &homes : nullptr, first_keys, dims, num_threads);
-  }
+  std::vector<SumsMessage> messages =
+      without_gil([&] { return pack_sums(nodes, has_homes ? &homes : nullptr, first_keys, dims, num_threads); });
   std::vector<std::pair<Words, int64_t>> found;
   for (SumsMessage& each : messages) {
-    found.emplace_back(array_on<int32_t>(std::move(each.words), each.num_words), each.num_key_words);
+    found.emplace_back(kept_array<int32_t>(std::move(each.words), each.num_words), each.num_key_words);
   }
   return found;
 }
@@ -386,13 +375,12 @@ bind_unpack_sums(const std::vector<std::tuple<In<int32_t>, int64_t, int>>& given
     require(m < messages.size() && static_cast<int64_t>(k) < messages[m].num_nodes, "no such node");
   }
   UnpackedSums out;
-  {
-    nb::gil_scoped_release release;
-    if (!unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out)) return std::nullopt;
-  }
+  const bool good =
+      without_gil([&] { return unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out); });
+  if (!good) return std::nullopt;
   return std::tuple{std::move(out.counts), std::move(out.starts),
-                    array_on<int64_t>(std::move(out.rows), out.total_rows),
-                    array_on<float>(std::move(out.sums), out.total_floats)};
+                    kept_array<int64_t>(std::move(out.rows), out.total_rows),
+                    kept_array<float>(std::move(out.sums), out.total_floats)};
 }
 
 // The bytes of a row of a table's array.
@@ -548,27 +536,20 @@ size_t num_bytes(const std::vector<size_t>& shape) {
   return bytes;
 }
 
-// A float32 array on `pages`; `release` gets the pages when the array is freed.
-template <void (*release)(const Pages&)>
-nb::ndarray<nb::numpy, float> array_on(const Pages& pages, const std::vector<size_t>& shape) {
-  if (!pages.data) throw std::bad_alloc();
-  nb::capsule owner(new Pages(pages), [](void* p) noexcept {
-    release(*static_cast<Pages*>(p));
-    delete static_cast<Pages*>(p);
-  });
-  return {pages.data, shape.size(), shape.data(), owner};
-}
-
 // Returns a zeroed array, and whether the system took the request for huge pages.
 // sparse: most of it will never be touched, so it may be larger than memory.
 std::pair<nb::ndarray<nb::numpy, float>, bool> bind_allocate(const std::vector<size_t>& shape, bool sparse) {
   const Pages pages = allocate_pages(num_bytes(shape), sparse);
-  return {array_on<free_pages>(pages, shape), pages.huge};
+  if (!pages.data) throw std::bad_alloc();
+  const std::shared_ptr<void> owner(pages.data, [pages](void*) { free_pages(pages); });
+  return {array_on(static_cast<float*>(pages.data), shape, owner), pages.huge};
 }
 
 // Returns an uninitialized array, whose pages are kept for the next one.
 nb::ndarray<nb::numpy, float> bind_take(const std::vector<size_t>& shape) {
-  return array_on<give_back_pages>(take_pages(num_bytes(shape)), shape);
+  auto pages = std::make_unique<KeptPages>(num_bytes(shape));
+  float* data = pages->floats();
+  return array_on(data, shape, std::move(pages));
 }
 
 std::vector<std::string> isas() {
@@ -592,11 +573,11 @@ double bind_touch_rows(Matrix<float> rows, In<int64_t> ids, int64_t distance, bo
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // What is still alive when the interpreter ends (a collection in a script's globals) is not our leak.
+  // Objects still alive when the interpreter exits (a collection in a script's globals) are not leaks of ours.
   nb::set_leak_warnings(false);
   watch_forks();
   m.def(
-      "least_work", [](int64_t work) { return least_work.exchange(work); }, nb::arg("work"),
+      "min_parallel_bytes", [](int64_t work) { return min_parallel_bytes.exchange(work); }, nb::arg("work"),
       "For tests: sets the least work of a region that threads share, returns what it was (hotrow/parallel.h).");
   m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());

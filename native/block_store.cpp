@@ -11,15 +11,15 @@
 namespace hotrow {
 namespace {
 
-class Door final : public BlockStore {
+class BlockStoreClient final : public BlockStore {
  public:
-  Door(std::shared_ptr<Engine> engine, TableFile file)
+  BlockStoreClient(std::shared_ptr<Engine> engine, TableFile file)
       : engine_(std::move(engine)), table_(std::make_unique<Table>(std::move(file))) {
     ask(Call::Kind::attach);
   }
 
-  ~Door() override {
-    if (engine_->is_of_this_process()) {
+  ~BlockStoreClient() override {
+    if (table_->failure.in_opening_process()) {
       flush();
       ask(Call::Kind::detach);
     }
@@ -28,11 +28,11 @@ class Door final : public BlockStore {
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    Asked asked(ticket, static_cast<int64_t>(moves.size()));
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
     std::vector<Move> sorted(moves.begin(), moves.end());
     const auto before = [](const Move& a, const Move& b) { return a.row < b.row; };
     if (!std::is_sorted(sorted.begin(), sorted.end(), before)) std::sort(sorted.begin(), sorted.end(), before);
-    if (!is_usable() || !table_->has_rows(sorted.front().row, sorted.back().row)) return;
+    if (!is_usable()) return;
     engine_->push({Call::Kind::read, table_.get(), std::move(sorted), slots, nullptr, &ticket});
     asked.hand_on();
   }
@@ -46,7 +46,6 @@ class Door final : public BlockStore {
       return moves[a].row < moves[b].row || (moves[a].row == moves[b].row && a < b);
     };
     if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
-    if (!table_->has_rows(moves[order.front()].row, moves[order.back()].row)) return;
     const BlockLayout& layout = table_->file.layout;
     const auto unit_at = [&](size_t i) { return layout.unit_of(moves[order[i]].row); };
     int64_t num_units = 1;
@@ -58,12 +57,12 @@ class Door final : public BlockStore {
     const int64_t dirty_bytes = table_->dirty_bytes();
     int64_t at = unit_at(0);
     for (size_t i = 0; num_units > 0;) {
-      const Room::Place place = engine_->room().take(dirty_bytes, num_units, table_->failure);
+      const WriteBuffer::Units place = engine_->write_buffer().take(dirty_bytes, num_units, table_->failure);
       bump(table_->counted.blocked_ns, place.blocked_ns);
       if (place.count == 0) return;
-      Dirty* last = nullptr;
+      DirtyUnit* last = nullptr;
       for (int64_t n = 0; n < place.count; ++n) {
-        Dirty* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, at);
+        DirtyUnit* unit = table_->make(place.bytes + n * dirty_bytes, place.chunk, at);
         for (; i < order.size() && unit_at(i) == at; ++i) {
           Table::put(*unit, moves[order[i]].row, slots, moves[order[i]].slot);
         }
@@ -73,7 +72,7 @@ class Door final : public BlockStore {
       }
       num_units -= place.count;
       bump(table_->counted.waiting_bytes, place.count * dirty_bytes);
-      engine_->push({Call::Kind::write, table_.get(), {}, {}, reinterpret_cast<Dirty*>(place.bytes), nullptr});
+      engine_->push({Call::Kind::write, table_.get(), {}, {}, reinterpret_cast<DirtyUnit*>(place.bytes), nullptr});
     }
     bump(table_->counted.written_rows, static_cast<int64_t>(moves.size()));
   }
@@ -84,12 +83,12 @@ class Door final : public BlockStore {
 
   const Failure* failure() const override { return table_->failure.get(); }
   int64_t record_bytes() const override { return table_->file.layout.record_bytes; }
-  int64_t num_rows() const override { return table_->num_rows.load(); }
+  int64_t num_rows() const override { return table_->file.num_rows; }
 
   StoreCounters counters() const override {
-    const Counted& c = table_->counted;
+    const TableCounters& c = table_->counted;
     const int64_t own = c.reads + c.writes, all = engine_->num_ios();
-    const bool here = engine_->is_of_this_process();
+    const bool here = table_->failure.in_opening_process();
     const double share = all && here ? static_cast<double>(own) / static_cast<double>(all) : 0.0;
     const auto cpu_ns = here ? static_cast<int64_t>(share * static_cast<double>(engine_->cpu_ns())) : 0;
     return {c.reads,         c.read_rows,         c.read_bytes,         c.writes,     c.written_rows,
@@ -113,10 +112,7 @@ class Door final : public BlockStore {
 
   // A failed store takes no calls; nor does a store in a forked child, whose parent has the thread.
   bool is_usable() {
-    if (!engine_->is_of_this_process()) {
-      table_->failure.set(forked_text(table_->file.table, table_->file.path));
-    }
-    return table_->failure.get() == nullptr;
+    return table_->failure.check_process(table_->file.table, table_->file.path) && !table_->failure.get();
   }
 
   std::shared_ptr<Engine> engine_;
@@ -126,7 +122,7 @@ class Door final : public BlockStore {
 }  // namespace
 
 std::unique_ptr<BlockStore> open_block_store(std::shared_ptr<Engine> engine, TableFile file) {
-  return std::make_unique<Door>(std::move(engine), std::move(file));
+  return std::make_unique<BlockStoreClient>(std::move(engine), std::move(file));
 }
 
 }  // namespace hotrow

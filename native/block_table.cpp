@@ -14,25 +14,18 @@ constexpr int64_t kChunkBytes = 1 << 16;  // some hundred sectors: few system ca
 
 }  // namespace
 
-bool Table::has_rows(int64_t first, int64_t last) {
-  if (first >= 0 && last < num_rows.load()) return true;
-  failure.set("table '" + file.table + "': " + rows_text(file, first, last) + " were asked for, but it has " +
-              std::to_string(num_rows.load()) + " rows (" + file.path + ")");
-  return false;
-}
-
 // A write beyond the end of a truncated file makes it longer again, though never as long as it was (kTailBytes), and
 // the rows between read as zeros.
 bool Table::is_whole() {
-  return hotrow::is_whole(file.fd, file.layout.file_bytes(num_rows.load()), file.table, file.path, failure);
+  return hotrow::is_whole(file.fd, file.layout.file_bytes(file.num_rows), file.table, file.path, failure);
 }
 
 // ---- units
 
-Dirty* Table::make(std::byte* at, Chunk* chunk, int64_t unit) {
-  Dirty* made = new (at) Dirty{this, unit, chunk, nullptr, 0, true};
+DirtyUnit* Table::make(std::byte* at, Chunk* chunk, int64_t unit) {
+  DirtyUnit* made = new (at) DirtyUnit{this, unit, chunk, nullptr, 0, true};
   std::memset(made->known(), 0, static_cast<size_t>(known_words) * sizeof(uint64_t));
-  // What follows the last row is written too.
+  // The bytes after the last row are written too.
   const int64_t rows_bytes = file.layout.unit_rows * file.layout.record_bytes;
   std::memset(made->image() + rows_bytes, 0, static_cast<size_t>(file.layout.unit_bytes - rows_bytes));
   return made;
@@ -40,57 +33,57 @@ Dirty* Table::make(std::byte* at, Chunk* chunk, int64_t unit) {
 
 namespace {
 
-void set_known(Dirty& unit, int64_t place) {
+void set_known(DirtyUnit& unit, int64_t place) {
   unit.num_known += !unit.knows(place);
   unit.known()[place / 64] |= uint64_t{1} << (place % 64);
 }
 
+// Copies the rows for which takes(place) is true from another image of the unit.
+template <class Takes>
+void take(DirtyUnit& unit, const std::byte* from, const Takes& takes) {
+  const BlockLayout& layout = unit.table->file.layout;
+  for (int64_t place = 0; place < layout.unit_rows; ++place) {
+    if (!takes(place)) continue;
+    const int64_t at = place * layout.record_bytes;
+    std::memcpy(unit.image() + at, from + at, static_cast<size_t>(layout.record_bytes));
+    set_known(unit, place);
+  }
+}
+
 }  // namespace
 
-void Table::put(Dirty& unit, int64_t row, const Slots& slots, int64_t slot) {
+void Table::put(DirtyUnit& unit, int64_t row, const Slots& slots, int64_t slot) {
   const BlockLayout& layout = unit.table->file.layout;
   slots.gather(slot, unit.image() + layout.place_in_unit(row));
   set_known(unit, row % layout.unit_rows);
 }
 
-void Table::merge(Dirty& unit, Dirty& newer) {
-  const BlockLayout& layout = unit.table->file.layout;
-  for (int64_t place = 0; place < layout.unit_rows; ++place) {
-    if (!newer.knows(place)) continue;
-    const int64_t at = place * layout.record_bytes;
-    std::memcpy(unit.image() + at, newer.image() + at, static_cast<size_t>(layout.record_bytes));
-    set_known(unit, place);
-  }
+void Table::merge(DirtyUnit& unit, DirtyUnit& newer) {
+  take(unit, newer.image(), [&](int64_t place) { return newer.knows(place); });
   unit.changed = unit.changed || newer.num_known > 0;
 }
 
-void Table::complete(Dirty& unit, const std::byte* on_disk) {
-  const BlockLayout& layout = unit.table->file.layout;
-  for (int64_t place = 0; place < layout.unit_rows; ++place) {
-    if (unit.knows(place)) continue;
-    const int64_t at = place * layout.record_bytes;
-    std::memcpy(unit.image() + at, on_disk + at, static_cast<size_t>(layout.record_bytes));
-    set_known(unit, place);
-  }
+void Table::complete(DirtyUnit& unit, const std::byte* on_disk) {
+  take(unit, on_disk, [&](int64_t place) { return !unit.knows(place); });
 }
 
 // ---- their memory
 
-Room::Room(int64_t most_bytes) : most_bytes_(most_bytes) {}
+WriteBuffer::WriteBuffer(int64_t most_bytes) : most_bytes_(most_bytes) {}
 
-Room::~Room() {
+WriteBuffer::~WriteBuffer() {
   if (filling_) release(filling_);
   for (Chunk* chunk : free_) release(chunk);
 }
 
-// After a unit with its own chunk there is room for others of less than a page: more of the chunk is not used.
-int64_t Room::most_units(int64_t unit_bytes) const {
+// A chunk made for one large unit may have less than a page left over, which smaller units use.
+int64_t WriteBuffer::most_units(int64_t unit_bytes) const {
   return (std::max(most_bytes_, kChunkBytes) + kPageBytes) / unit_bytes + 1;
 }
 
-Room::Place Room::take(int64_t unit_bytes, int64_t count, const FailureSlot& failure) {
+WriteBuffer::Units WriteBuffer::take(int64_t unit_bytes, int64_t count, const FailureSlot& failure) {
   using Clock = std::chrono::steady_clock;
-  Place place;
+  Units place;
   std::unique_lock lock(mutex_);
   while (!filling_ || filling_->size - filling_->filled < unit_bytes) {
     if (open_chunk(unit_bytes)) break;
@@ -110,8 +103,8 @@ Room::Place Room::take(int64_t unit_bytes, int64_t count, const FailureSlot& fai
   return place;
 }
 
-// A chunk whose units still wait is only released: it comes back with the last of them.
-bool Room::open_chunk(int64_t unit_bytes) {
+// The previous chunk is not freed while its units wait: it comes back with the last of them.
+bool WriteBuffer::open_chunk(int64_t unit_bytes) {
   if (filling_ && filling_->num_units == 0) free_.push_back(filling_), filling_ = nullptr;
   const auto fits = [&](const Chunk* chunk) { return chunk->size >= unit_bytes; };
   const auto found = std::find_if(free_.rbegin(), free_.rend(), fits);
@@ -133,13 +126,13 @@ bool Room::open_chunk(int64_t unit_bytes) {
   return true;
 }
 
-void Room::release(Chunk* chunk) {
+void WriteBuffer::release(Chunk* chunk) {
   num_bytes_ -= chunk->num_bytes();
   free_pages(chunk->pages);
   delete chunk;
 }
 
-void Room::give_back(const std::vector<Chunk*>& chunks, bool look_again) {
+void WriteBuffer::give_back(const std::vector<Chunk*>& chunks, bool look_again) {
   const std::lock_guard lock(mutex_);
   for (Chunk* chunk : chunks) {
     if (--chunk->num_units > 0) continue;
@@ -157,31 +150,31 @@ void Room::give_back(const std::vector<Chunk*>& chunks, bool look_again) {
 
 // ---- where they are
 
-Index::Index(int64_t most_units) {
+UnitIndex::UnitIndex(int64_t most_units) {
   const size_t size = std::bit_ceil(static_cast<size_t>(2 * most_units + 2));
   units_.resize(size);
   shift_ = 64 - std::countr_zero(size);
 }
 
-size_t Index::home(const Table* table, int64_t unit) const {
+size_t UnitIndex::home(const Table* table, int64_t unit) const {
   const uint64_t key = static_cast<uint64_t>(unit) + (reinterpret_cast<uint64_t>(table) << 20);
   return static_cast<size_t>(key * 0x9E3779B97F4A7C15u >> shift_);
 }
 
-// Where it is, or would be.
-size_t Index::place_of(const Table* table, int64_t unit) const {
+// The position of the unit, or where it would be inserted.
+size_t UnitIndex::place_of(const Table* table, int64_t unit) const {
   const size_t mask = units_.size() - 1;
   size_t at = home(table, unit);
   while (units_[at] && (units_[at]->unit != unit || units_[at]->table != table)) at = (at + 1) & mask;
   return at;
 }
 
-Dirty* Index::find(const Table* table, int64_t unit) const { return units_[place_of(table, unit)]; }
+DirtyUnit* UnitIndex::find(const Table* table, int64_t unit) const { return units_[place_of(table, unit)]; }
 
-void Index::insert(Dirty* unit) { units_[place_of(unit->table, unit->unit)] = unit; }
+void UnitIndex::insert(DirtyUnit* unit) { units_[place_of(unit->table, unit->unit)] = unit; }
 
-// Units after the hole move into it if their search would otherwise end there.
-void Index::erase(const Dirty* unit) {
+// Units behind the hole move into it if probing would otherwise stop there.
+void UnitIndex::erase(const DirtyUnit* unit) {
   const size_t mask = units_.size() - 1;
   size_t hole = place_of(unit->table, unit->unit);
   for (size_t at = (hole + 1) & mask; units_[at]; at = (at + 1) & mask) {

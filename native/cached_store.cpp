@@ -1,6 +1,5 @@
 // See hotrow/cached_store.h.
 #include <hotrow/cached_store.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -18,7 +17,6 @@ class CachedStore final : public Store {
       : middle_(std::move(middle)),
         lower_(std::move(lower)),
         table_(std::move(table)),
-        process_(getpid()),
         ways_(std::min(kSetPlaces, middle_->num_rows())),
         num_sets_(middle_->num_rows() / ways_),
         piece_rows_(std::max<int64_t>(1, kPieceBytes / lower_->record_bytes())),
@@ -26,44 +24,37 @@ class CachedStore final : public Store {
         state_of_(row_at_.size()),
         hands_(static_cast<size_t>(num_sets_)) {}
 
-  // The lower store, as it goes, sees to it that what it was given is on its medium. After `fail` nothing goes down.
+  // The destructor of the lower store flushes what it was given. After `fail` nothing is written down.
   ~CachedStore() override {
-    if (getpid() == process_) write_all_down();
+    if (failure_.in_opening_process()) write_all_down();
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    if (!is_here()) return refuse(moves, ticket);
+    PendingReads asked(ticket, 1);
+    if (!in_opening_process()) return;
     const std::lock_guard lock(mutex_);
-    if (failure()) return refuse(moves, ticket);
+    if (failure()) return;
     std::vector<Move> here, below;
-    const int64_t num_rows = lower_->num_rows();
     for (size_t i = 0; i < moves.size(); ++i) {
       fetch(moves, i + kAhead);
       const Move& move = moves[i];
-      const int64_t place = 0 <= move.row && move.row < num_rows ? find(move.row) : kNone;
+      const int64_t place = find(move.row);
       place == kNone ? below.push_back(move) : here.push_back({place, move.slot});
     }
-    // What takes longer is on its way while the rest is copied.
+    // Starts the slow reads first; the rest is copied meanwhile.
     if (!below.empty()) lower_->read(below, slots, ticket);
-    if (here.empty()) return;
-    middle_->read(here, slots, ticket);
+    if (!here.empty()) middle_->read(here, slots, ticket);
     hits_ += static_cast<int64_t>(here.size());
-    tell_of_middle("reading", moves);
+    if (!report_middle_failure("reading", moves)) asked.done();  // the two stores count the rows that they read
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    if (!is_here()) return;
+    if (!in_opening_process()) return;
     const std::lock_guard lock(mutex_);
-    const int64_t num_rows = lower_->num_rows();
     for (size_t i = 0; i < moves.size() && !failure(); ++i) {
       fetch(moves, i + kAhead);
       const Move& move = moves[i];
-      if (move.row < 0 || move.row >= num_rows) {
-        failure_.set("table '" + table_ + "': row " + std::to_string(move.row) + " was asked for, but it has " +
-                     std::to_string(num_rows) + " rows");
-        break;
-      }
       int64_t place = find(move.row);
       if (place == kNone) {
         place = give_place(move.row, slots);
@@ -77,7 +68,7 @@ class CachedStore final : public Store {
   }
 
   bool flush() override {
-    if (!is_here()) return false;
+    if (!in_opening_process()) return false;
     const std::lock_guard lock(mutex_);
     return write_all_down() && lower_->flush() && !failure();
   }
@@ -103,8 +94,8 @@ class CachedStore final : public Store {
   }
 
  private:
-  // Of a place: its image is newer than the lower store's; it was written again since its turn; its new image is still
-  // to be laid into it by `exchange`.
+  // State bits of a place. kNewer: dirty, newer than the lower store's image. kAgain: written again since the hand last
+  // passed. kArriving: `exchange` has yet to copy the new image into it.
   enum State : uint8_t { kNewer = 1, kAgain = 2, kArriving = 4 };
 
   int64_t first_of(int64_t row) const {
@@ -121,7 +112,7 @@ class CachedStore final : public Store {
     return kNone;
   }
 
-  // The place whose turn it is, for `row`; who was there leaves.
+  // Gives the next place in turn to `row`, and evicts the row that was there.
   int64_t give_place(int64_t row, const Slots& slots) {
     const int64_t first = first_of(row);
     uint8_t& hand = hands_[first / ways_];
@@ -137,14 +128,14 @@ class CachedStore final : public Store {
     return place;
   }
 
-  // Writes down what leaves, and lays what arrives into its place.
+  // Writes evicted rows down, then copies arriving rows into their places.
   void exchange(const Slots& slots) {
     if (write_down(leaving_) && !arriving_.empty()) {
       middle_->write(arriving_, slots);
       std::vector<Move> rows;
       if (middle_->failure()) {
         for (const Move& move : arriving_) rows.push_back({row_at_[move.row], 0});
-        tell_of_middle("writing", rows);
+        report_middle_failure("writing", rows);
       }
     }
     for (const Move& move : arriving_) state_of_[move.row] &= static_cast<uint8_t>(~kArriving);
@@ -167,12 +158,12 @@ class CachedStore final : public Store {
     }
     Ticket ticket;
     middle_->read(from, piece, ticket);
-    if (tell_of_middle("reading", moves)) return false;
+    if (report_middle_failure("reading", moves)) return false;
     lower_->write(to, piece);
     return !failure();
   }
 
-  // In the order of sets, so that a piece holds neighbours of the lower store.
+  // In the order of sets, so that a piece holds neighbouring rows of the lower store.
   bool write_all_down() {
     std::vector<Move> piece;
     for (int64_t place = 0; place < num_sets_ * ways_; ++place) {
@@ -188,22 +179,10 @@ class CachedStore final : public Store {
     return true;
   }
 
-  bool is_here() {
-    if (getpid() == process_) return true;
-    failure_.set("table '" + table_ +
-                 "' was opened before this process was forked: use it in the process that opened it, or start workers "
-                 "with multiprocessing's 'spawn'");
-    return false;
-  }
+  bool in_opening_process() { return failure_.check_process(table_); }
 
-  static void refuse(std::span<const Move> moves, Ticket& ticket) {
-    const auto count = static_cast<int64_t>(moves.size());
-    ticket.add(count);
-    ticket.fail(count);
-  }
-
-  // Whether the middle has failed; its own words know places alone.
-  bool tell_of_middle(const char* operation, std::span<const Move> moves) {
+  // Whether the middle has failed. Its message names places, so the rows are put in front.
+  bool report_middle_failure(const char* operation, std::span<const Move> moves) {
     const Failure* failed = middle_->failure();
     if (!failed) return false;
     const auto [first, last] =
@@ -218,7 +197,6 @@ class CachedStore final : public Store {
 
   const std::shared_ptr<Store> middle_, lower_;
   const std::string table_;
-  const pid_t process_;
   const int64_t ways_, num_sets_, piece_rows_;
   FailureSlot failure_;
   std::atomic<int64_t> hits_{0}, num_resident_{0};

@@ -40,26 +40,19 @@ constexpr Kernels kSets[] = {
 #endif
 };
 
-// Which of the names that num_runnable asks for this processor has.
-std::vector<std::string> processor_features() {
-  std::vector<std::string> features;
-#define HOTROW_ASK(name) \
-  if (__builtin_cpu_supports(name)) features.emplace_back(name)
+// Whether HAS is true of every feature that a set was compiled for; false if there is no such set.
 #ifdef HOTROW_HAS_avx2
-  HOTROW_ASK("avx2");
-  HOTROW_ASK("bmi2");
-  HOTROW_ASK("f16c");
-  HOTROW_ASK("fma");
+#define HOTROW_RUNS_AVX2(HAS) (HAS("avx2") && HAS("bmi2") && HAS("f16c") && HAS("fma"))
+#else
+#define HOTROW_RUNS_AVX2(HAS) false
 #endif
 #ifdef HOTROW_HAS_avx512
-  HOTROW_ASK("avx512f");
-  HOTROW_ASK("avx512bw");
-  HOTROW_ASK("avx512cd");
-  HOTROW_ASK("avx512dq");
-  HOTROW_ASK("avx512vl");
+#define HOTROW_RUNS_AVX512(HAS) \
+  (HAS("avx512f") && HAS("avx512bw") && HAS("avx512cd") && HAS("avx512dq") && HAS("avx512vl"))
+#else
+#define HOTROW_RUNS_AVX512(HAS) false
 #endif
-  return features;
-}
+#define HOTROW_NUM_RUNNABLE(HAS) (HOTROW_RUNS_AVX2(HAS) ? HOTROW_RUNS_AVX512(HAS) ? 3 : 2 : 1)
 
 std::atomic<int> chosen{-1};
 
@@ -69,20 +62,11 @@ int num_runnable(const std::vector<std::string>& features) {
   [[maybe_unused]] const auto has = [&](const char* name) {
     return std::find(features.begin(), features.end(), name) != features.end();
   };
-  int count = 1;
-#ifdef HOTROW_HAS_avx2
-  if (!has("avx2") || !has("bmi2") || !has("f16c") || !has("fma")) return count;
-  ++count;
-#endif
-#ifdef HOTROW_HAS_avx512
-  if (!has("avx512f") || !has("avx512bw") || !has("avx512cd") || !has("avx512dq") || !has("avx512vl")) return count;
-  ++count;
-#endif
-  return count;
+  return HOTROW_NUM_RUNNABLE(has);
 }
 
 int num_kernels() {
-  static const int count = num_runnable(processor_features());
+  static const int count = HOTROW_NUM_RUNNABLE(__builtin_cpu_supports);
   return count;
 }
 

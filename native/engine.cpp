@@ -19,29 +19,19 @@ namespace {
 constexpr int64_t kRingEntryBytes = 128;   // of a submission queue and a result queue, in the kernel's memory
 constexpr int64_t kStackBytes = 16 << 10;  // that a thread touches here
 
-// The memory that it takes besides waiting rows.
+// The memory of the engine apart from the write buffer.
 int64_t fixed_bytes(const EngineOptions& options) {
   const int64_t frames = options.depth * (kPageBytes + static_cast<int64_t>(sizeof(Job)) + kRingEntryBytes);
   return frames + (1 + (options.ring ? 0 : options.num_threads)) * kStackBytes;
 }
 
-// The rest, less the index of waiting units, which is at most a sixteenth of them; half if nearly nothing is allowed.
-int64_t room_bytes(const EngineOptions& options) {
+// What the limit leaves, or half of it if that is more; a sixteenth of this is for the index of the units.
+int64_t write_buffer_bytes(const EngineOptions& options) {
   const int64_t most = options.most_waiting_bytes;
   return std::max(most - fixed_bytes(options), most / 2) / 16 * 15;
 }
 
-// An exception on this thread would end the process.
-std::unique_ptr<IoQueue> make_queue(const EngineOptions& options, std::string& reason) {
-  try {
-    return options.ring ? make_ring(options.depth, reason) : make_pool(options.depth, options.num_threads, reason);
-  } catch (const std::bad_alloc&) {
-    reason = "there is no memory for the buffers of reads and writes: free some, or raise the limit (ulimit -v)";
-    return nullptr;
-  }
-}
-
-// Threads started while it is alive take no signals.
+// Blocks all signals for threads that are started while it is alive.
 class NoSignals {
  public:
   NoSignals() {
@@ -60,29 +50,23 @@ class NoSignals {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
-    : options_(options), process_(getpid()), room_(room_bytes(options)), index_(room_.most_units(kLeastDirtyBytes)) {}
+    : options_(options),
+      write_buffer_(write_buffer_bytes(options)),
+      index_(write_buffer_.most_units(kLeastDirtyBytes)) {}
 
 int64_t Engine::num_bytes() const {
-  return fixed_bytes(options_) + index_.num_bytes() + room_.num_bytes() + large_bytes_.load(std::memory_order_relaxed);
+  return fixed_bytes(options_) + index_.num_bytes() + write_buffer_.num_bytes() +
+         large_bytes_.load(std::memory_order_relaxed);
 }
 
-std::string rows_text(const TableFile& file, int64_t first, int64_t last) {
-  if (file.names) return file.names->text(first, last);
-  if (first == last) return "row " + std::to_string(first);
-  return "rows " + std::to_string(first) + " to " + std::to_string(last);
-}
-
-bool Engine::is_of_this_process() const { return getpid() == process_; }
-
-// The thread that uses the queue makes it; that thread takes no signals.
+// The queue is made by the thread that uses it, which blocks all signals.
 bool Engine::open(std::string& reason) {
   std::promise<bool> promise;
   std::future<bool> opened = promise.get_future();
   try {
     const NoSignals none;
     thread_ = std::make_unique<std::thread>([this, &reason, promise = std::move(promise)]() mutable {
-      queue_ = make_queue(options_, reason);
-      const bool good = queue_ != nullptr;
+      const bool good = prepare(reason);
       promise.set_value(good);
       if (good) run();
       queue_.reset();
@@ -123,7 +107,10 @@ int64_t Engine::cpu_ns() {
   return time.tv_sec * 1'000'000'000 + time.tv_nsec + queue_->cpu_ns();
 }
 
-void Engine::run() {
+// Makes the queue and all that it needs. An exception on the engine's thread would end the process.
+bool Engine::prepare(std::string& reason) try {
+  queue_ = options_.ring ? make_ring(options_.depth, reason) : make_pool(options_.depth, options_.num_threads, reason);
+  if (!queue_) return false;
   for (int i = 0; i < options_.depth; ++i) {
     jobs_.push_back(std::make_unique<Job>());
     jobs_.back()->frame = queue_->frames() + i * kPageBytes;
@@ -137,15 +124,22 @@ void Engine::run() {
   }
   ended_.reserve(jobs_.size());
   fewest_free_ = free_large_frames_.size();
+  return true;
+} catch (const std::bad_alloc&) {
+  reason = "there is no memory for the buffers of reads and writes: free some, or raise the limit (ulimit -v)";
+  return false;
+}
+
+void Engine::run() {
   while (take_calls()) {
     for (Call& call : taken_) handle_or_fail(call);
     taken_.clear();
     send();
-    // Before it sleeps: tell about room that was freed, or a table that failed, since it last did.
-    if (!left_.empty() || has_failed_) room_.give_back(left_, has_failed_);
+    // Returns freed memory before it sleeps, and wakes the writers of a table that has failed.
+    if (!left_.empty() || has_failed_) write_buffer_.give_back(left_, has_failed_);
     left_.clear();
     has_failed_ = false;
-    // Wait for a quarter of what is under way: fewer wakes per I/O, and the queue stays three quarters full.
+    // Waits for a quarter of the I/Os in flight: fewer wake-ups per I/O, and the queue stays three quarters full.
     const auto in_flight = static_cast<int64_t>(jobs_.size() - free_jobs_.size());
     queue_->wait(in_flight / 4, ended_);
     for (Io* io : ended_) finish(*static_cast<Job*>(io));
@@ -169,7 +163,7 @@ void Engine::handle_or_fail(Call& call) noexcept {
   }
 }
 
-// There is no memory for what is to be done with a table's rows.
+// Fails a table whose rows cannot be moved for lack of memory.
 void Engine::lose(Table& table) noexcept {
   table.failure.set(table.file.table, kNoMemory);
   has_failed_ = true;
@@ -208,9 +202,9 @@ void Engine::start_reading(Call&& call) {
 
 void Engine::start_writing(const Call& call) {
   Table& table = *call.table;
-  for (Dirty* unit = call.units; unit;) {
-    Dirty* next = unit->next;
-    Dirty* waiting = table.num_dirty ? index_.find(&table, unit->unit) : nullptr;
+  for (DirtyUnit* unit = call.units; unit;) {
+    DirtyUnit* next = unit->next;
+    DirtyUnit* waiting = table.num_dirty ? index_.find(&table, unit->unit) : nullptr;
     if (table.failure.get()) {
       forget(unit);
     } else if (waiting) {
@@ -226,9 +220,9 @@ void Engine::start_writing(const Call& call) {
 }
 
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason) {
-  // A forked child does not have the thread to join, and locks may be held for ever: there, nothing is touched.
-  const auto end = [](Engine* engine) {
-    if (engine->is_of_this_process()) delete engine;
+  // A forked child has no thread to join, and locks may be held for ever: it leaks the engine.
+  const auto end = [process = getpid()](Engine* engine) {
+    if (getpid() == process) delete engine;
   };
   const std::shared_ptr<Engine> engine(new Engine(options), end);
   return engine->open(reason) ? engine : nullptr;

@@ -14,12 +14,9 @@
 
 namespace hotrow {
 
-// "row 3", or "rows 3 to 9", or as the file names them.
-std::string rows_text(const TableFile& file, int64_t first, int64_t last);
-
 struct Table;
 
-// Memory for units that wait. Filled from the front up to `size`, and reused when none of them waits any more.
+// Memory for units that wait: filled from the front, and reused once none of its units waits.
 struct Chunk {
   Pages pages;
   int64_t size, filled = 0, num_units = 0;
@@ -27,13 +24,13 @@ struct Chunk {
   int64_t num_bytes() const { return static_cast<int64_t>(pages.bytes); }
 };
 
-// A unit of the file that is in the engine's queue or is being written. It is followed by a bit for each row that it
-// knows, and by its bytes: the newest of the rows that it knows, and of every row once the unit has been read.
-struct Dirty {
+// A unit of the file that is queued or being written. In memory it is followed by a bit per row, set if the row's
+// newest bytes are known, and by the image of the unit. Once the unit has been read, all rows are known.
+struct DirtyUnit {
   Table* table;
   int64_t unit;
   Chunk* chunk;
-  Dirty* next;  // the next in the call that brings it, then in the queue
+  DirtyUnit* next;  // in its call, then in the queue
   int32_t num_known;
   bool changed;  // since an I/O last took its bytes
 
@@ -42,30 +39,31 @@ struct Dirty {
   bool knows(int64_t row_in_unit) { return known()[row_in_unit / 64] >> (row_in_unit % 64) & 1; }
 };
 
-// The memory of everything that waits, and of nothing else: a bounded number of chunks, kept for reuse.
-class Room {
+// The memory of all units that wait to be written: a bounded number of chunks, which are reused.
+class WriteBuffer {
  public:
-  // most_bytes: limit of all chunks; if nothing waits there is always room for one.
-  explicit Room(int64_t most_bytes);
-  ~Room();
+  // most_bytes: limit for all chunks together, except that one unit always fits.
+  explicit WriteBuffer(int64_t most_bytes);
+  ~WriteBuffer();
 
-  // Memory for units of `unit_bytes`: as many of `count` as fit in a chunk, at least one. Waits while there is none; if
-  // has_failed, returns none. It must be handed to the engine before more is asked for, so that nobody waits while
-  // holding what another waits for.
-  struct Place {
+  // Takes memory for up to `count` units of `unit_bytes` from one chunk. Blocks while there is none; returns none once
+  // `failure` is set. Hand them to the engine before taking more, so that no thread blocks while holding memory that
+  // another waits for.
+  struct Units {
     Chunk* chunk = nullptr;
     std::byte* bytes = nullptr;
     int64_t count = 0;
     int64_t blocked_ns = 0;
   };
-  Place take(int64_t unit_bytes, int64_t count, const FailureSlot& failure);
-  // One unit of each. look_again: a table has failed, so a waiting thread may be waiting in vain.
+  Units take(int64_t unit_bytes, int64_t count, const FailureSlot& failure);
+  // Frees one unit of each chunk. look_again: wakes waiting threads in any case, because a table has failed and its
+  // writers must give up.
   void give_back(const std::vector<Chunk*>& chunks, bool look_again);
 
   int64_t num_bytes() const { return num_bytes_.load(std::memory_order_relaxed); }
-  // How long at least one thread waited.
+  // The time during which at least one thread was blocked.
   int64_t blocked_ns() const { return blocked_ns_.load(std::memory_order_relaxed); }
-  // How many units of at least `unit_bytes` there may be at a time.
+  // The most units of at least `unit_bytes` that can exist at a time.
   int64_t most_units(int64_t unit_bytes) const;
 
  private:
@@ -83,24 +81,25 @@ class Room {
   std::atomic<int64_t> blocked_ns_{0};
 };
 
-// The units of all tables that wait: open addressing, as large as there can be units. For the engine's thread alone.
-class Index {
+// A hash map of all units that wait, with open addressing and room for as many as can exist. Only the engine's thread
+// uses it.
+class UnitIndex {
  public:
-  explicit Index(int64_t most_units);
-  Dirty* find(const Table* table, int64_t unit) const;
-  void insert(Dirty* unit);
-  void erase(const Dirty* unit);
-  int64_t num_bytes() const { return static_cast<int64_t>(units_.size() * sizeof(Dirty*)); }
+  explicit UnitIndex(int64_t most_units);
+  DirtyUnit* find(const Table* table, int64_t unit) const;
+  void insert(DirtyUnit* unit);
+  void erase(const DirtyUnit* unit);
+  int64_t num_bytes() const { return static_cast<int64_t>(units_.size() * sizeof(DirtyUnit*)); }
 
  private:
   size_t home(const Table* table, int64_t unit) const;
   size_t place_of(const Table* table, int64_t unit) const;
-  std::vector<Dirty*> units_;
+  std::vector<DirtyUnit*> units_;
   int shift_;
 };
 
 // StoreCounters as the engine's thread counts them, for others to read.
-struct Counted {
+struct TableCounters {
   std::atomic<int64_t> reads{0}, read_rows{0}, read_bytes{0}, writes{0}, written_rows{0}, written_bytes{0},
       served_from_queue{0}, read_modify_writes{0}, waiting_bytes{0}, blocked_ns{0};
 };
@@ -112,13 +111,11 @@ inline void bump_own(std::atomic<int64_t>& counter, int64_t n) {
 
 // Used by the engine's thread alone, except what is atomic, and `file`, which does not change.
 struct Table {
-  explicit Table(TableFile f)
-      : file(std::move(f)), known_words((file.layout.unit_rows + 63) / 64), num_rows(file.num_rows) {}
+  explicit Table(TableFile f) : file(std::move(f)), known_words((file.layout.unit_rows + 63) / 64) {}
 
   TableFile file;
   const int64_t known_words;
-  std::atomic<int64_t> num_rows;
-  Counted counted;
+  TableCounters counted;
   FailureSlot failure;
   std::atomic<int64_t> inject_after{0};  // 0: none
   bool inject_write = false;
@@ -129,25 +126,23 @@ struct Table {
   std::vector<Ticket*> flushes;
   Ticket* leaving = nullptr;
 
-  // Whether these are rows of the table; if not, it fails.
-  bool has_rows(int64_t first, int64_t last);
   // Whether the file is as long as its rows need; if not, the table fails.
   bool is_whole();
   // The memory of a unit that waits.
   int64_t dirty_bytes() const {
-    const auto bytes = static_cast<int64_t>(sizeof(Dirty)) + known_words * 8 + file.layout.unit_bytes;
+    const auto bytes = static_cast<int64_t>(sizeof(DirtyUnit)) + known_words * 8 + file.layout.unit_bytes;
     return (bytes + 7) / 8 * 8;
   }
   // A unit that knows no row yet, in memory of dirty_bytes.
-  Dirty* make(std::byte* at, Chunk* chunk, int64_t unit);
-  static void put(Dirty& unit, int64_t row, const Slots& slots, int64_t slot);
+  DirtyUnit* make(std::byte* at, Chunk* chunk, int64_t unit);
+  static void put(DirtyUnit& unit, int64_t row, const Slots& slots, int64_t slot);
   // Takes the rows that `newer` knows.
-  static void merge(Dirty& unit, Dirty& newer);
+  static void merge(DirtyUnit& unit, DirtyUnit& newer);
   // Takes the rows that the image lacks from the unit on disk.
-  static void complete(Dirty& unit, const std::byte* on_disk);
+  static void complete(DirtyUnit& unit, const std::byte* on_disk);
 };
 
-inline std::byte* Dirty::image() { return reinterpret_cast<std::byte*>(known() + table->known_words); }
+inline std::byte* DirtyUnit::image() { return reinterpret_cast<std::byte*>(known() + table->known_words); }
 
 struct Call {
   enum class Kind { read, write, flush, attach, detach };
@@ -155,7 +150,7 @@ struct Call {
   Table* table;
   std::vector<Move> moves;  // for a read, by row
   Slots slots;
-  Dirty* units;  // for a write
+  DirtyUnit* units;  // for a write
   Ticket* ticket;
   size_t next = 0, ended = 0;  // counts of the moves of a read
   bool good = true;
@@ -171,14 +166,14 @@ struct Job : Io {
   int64_t own_bytes;
   Call* call;  // for a read, with its moves
   size_t first_move, last_move;
-  std::array<Dirty*, kMostUnits> units;  // for a write
+  std::array<DirtyUnit*, kMostUnits> units;  // for a write
   int64_t num_units;
-  bool merging;  // reads what a write lacks
+  bool merging;  // a read-modify-write that is still reading
   std::vector<Ticket*> flushes;
 };
 
 // Of a unit of one sector, not counting the bits of its rows.
-inline constexpr int64_t kLeastDirtyBytes = static_cast<int64_t>(sizeof(Dirty)) + 512;
+inline constexpr int64_t kLeastDirtyBytes = static_cast<int64_t>(sizeof(DirtyUnit)) + 512;
 
 class Engine {
  public:
@@ -188,14 +183,14 @@ class Engine {
 
   // From any thread.
   void push(Call call);
-  Room& room() { return room_; }
+  WriteBuffer& write_buffer() { return write_buffer_; }
   int64_t cpu_ns();
-  // The memory it holds now: what waiting rows take or took, and its own.
+  // Memory held now: the write buffer and its own.
   int64_t num_bytes() const;
   int64_t num_ios() const { return num_ios_.load(std::memory_order_relaxed); }
-  bool is_of_this_process() const;
 
  private:
+  bool prepare(std::string& reason);
   void run();
   bool take_calls();
   void handle_or_fail(Call& call) noexcept;
@@ -220,16 +215,15 @@ class Engine {
   void fail(Job& job) noexcept;
   // The bytes of a row whose write waits or is under way; else null.
   const std::byte* waiting_bytes_of(const Table& table, int64_t row) const;
-  void put_last(Dirty* unit);
-  Dirty* pop_first();
-  void forget(Dirty* unit);
-  void drop(Dirty* unit);
+  void put_last(DirtyUnit* unit);
+  DirtyUnit* pop_first();
+  void forget(DirtyUnit* unit);
+  void drop(DirtyUnit* unit);
 
   EngineOptions options_;
-  pid_t process_;
   std::unique_ptr<std::thread> thread_;
   std::unique_ptr<IoQueue> queue_;
-  Room room_;
+  WriteBuffer write_buffer_;
   std::atomic<int64_t> num_ios_{0};
   std::atomic<int64_t> large_bytes_{0};  // large frames used so far, and I/Os of larger units
 
@@ -242,14 +236,14 @@ class Engine {
   std::vector<Job*> free_jobs_;
   Pages large_frames_{};  // of kMostPackedPageBytes, for packed pages; address space until used
   std::vector<std::byte*> free_large_frames_;
-  size_t fewest_free_ = 0;                                // the fewest free frames so far
-  std::deque<std::unique_ptr<Call>> reading_;             // calls whose moves wait
-  Dirty *first_dirty_ = nullptr, *last_dirty_ = nullptr;  // units that wait
-  Index index_;                                           // of these units and those being written
-  std::vector<Chunk*> left_;                              // of units that no longer wait, until the room is told
-  bool has_failed_ = false;                               // a table has, since the room was told
-  std::vector<Table*> ending_tables_;                     // tables that flush or leave
-  size_t num_tables_ = 0;                                 // that were ever there
+  size_t fewest_free_ = 0;                                    // the fewest free frames so far
+  std::deque<std::unique_ptr<Call>> reading_;                 // calls whose moves wait
+  DirtyUnit *first_dirty_ = nullptr, *last_dirty_ = nullptr;  // units that wait
+  UnitIndex index_;                                           // of these units and those being written
+  std::vector<Chunk*> left_;                                  // of units that no longer wait
+  bool has_failed_ = false;                                   // a table has, since the write buffer last heard
+  std::vector<Table*> ending_tables_;                         // tables to flush or detach
+  size_t num_tables_ = 0;                                     // ever attached
   int64_t writes_in_flight_ = 0;
   std::vector<Io*> ended_;
 };

@@ -14,7 +14,7 @@
 namespace hotrow {
 namespace {
 
-constexpr std::chrono::milliseconds kShortOfResources{1};  // before the system is asked again
+constexpr std::chrono::milliseconds kShortOfResources{1};  // before a retry
 
 const char* cure_of(int error) {
   if (error == ENOSPC || error == EDQUOT) return "free some space on that disk";
@@ -22,9 +22,17 @@ const char* cure_of(int error) {
   return "the disk or its driver has failed: look into the kernel's log (dmesg)";
 }
 
+// "row 3", or "rows 3 to 9", or as the file names them.
+std::string rows_text(const TableFile& file, int64_t first, int64_t last) {
+  if (file.names) return file.names->text(first, last);
+  if (first == last) return "row " + std::to_string(first);
+  return "rows " + std::to_string(first) + " to " + std::to_string(last);
+}
+
 }  // namespace
 
-// Reads go first, because somebody waits for them, but leave a quarter of the queue to writes, which take at most half.
+// Reads go first, because a caller waits for them, but leave a quarter of the queue for writes. Writes take at most
+// half.
 void Engine::send() {
   const auto reserve = [&] { return !first_dirty_ ? 0 : std::max<int64_t>(options_.depth / 4 - writes_in_flight_, 0); };
   while (!reading_.empty() && static_cast<int64_t>(free_jobs_.size()) > reserve()) {
@@ -82,7 +90,8 @@ void Engine::read_next(Call& call) {
   queue_->submit(&job);
 }
 
-// The waiter is told once, about all moves. The last moves to end also end the call, unless it is still queued.
+// Completes the ticket once, when all moves of the call have ended. The last moves to end also end the call, unless it
+// is still queued.
 void Engine::end_moves(Call& call, size_t count, bool good) {
   call.ended += count;
   call.good = call.good && good;
@@ -94,20 +103,20 @@ void Engine::end_moves(Call& call, size_t count, bool good) {
   call.good ? call.ticket->done(n) : call.ticket->fail(n);
 }
 
-// Sends the unit that has waited longest, together with units that follow it both in the queue and in its page. A unit
-// without rows was between others; if it now begins an I/O, it need not be written.
+// Writes the oldest unit, together with units that follow it both in the queue and in its page. A unit without rows
+// only fills the gap between two others, so it is dropped if it would be the first of an I/O.
 void Engine::write_next() {
-  Dirty* first = pop_first();
+  DirtyUnit* first = pop_first();
   Table& table = *first->table;
   if (table.failure.get() || first->num_known == 0) return drop(first);
   const BlockLayout& layout = table.file.layout;
   const int64_t most = most_units(layout);
-  std::array<Dirty*, kMostUnits> units;
+  std::array<DirtyUnit*, kMostUnits> units;
   units[0] = first;
   int64_t num_units = 1;
   bool whole = first->num_known == layout.unit_rows;
   while (first_dirty_ && num_units < most) {
-    Dirty* next = first_dirty_;
+    DirtyUnit* next = first_dirty_;
     const int64_t unit = first->unit + num_units;
     if (next->table != &table || next->unit != unit || layout.page_of(unit) != layout.page_of(first->unit)) break;
     pop_first();
@@ -116,7 +125,7 @@ void Engine::write_next() {
   }
   const auto taken = take_job(Io::Kind::read, table, first->unit, num_units * layout.unit_bytes);
   if (!taken) {
-    std::for_each(units.begin(), units.begin() + num_units, [&](Dirty* unit) { drop(unit); });
+    std::for_each(units.begin(), units.begin() + num_units, [&](DirtyUnit* unit) { drop(unit); });
     return;
   }
   Job& job = *taken;
@@ -137,7 +146,7 @@ int64_t Engine::most_units(const BlockLayout& layout) const {
 void Engine::start_write(Job& job) {
   const int64_t unit_bytes = job.table->file.layout.unit_bytes;
   for (int64_t i = 0; i < job.num_units; ++i) {
-    Dirty* unit = job.units[static_cast<size_t>(i)];
+    DirtyUnit* unit = job.units[static_cast<size_t>(i)];
     std::memcpy(job.base + i * unit_bytes, unit->image(), static_cast<size_t>(unit_bytes));
     unit->changed = false;
   }
@@ -214,8 +223,7 @@ void Engine::give_back(Job& job) {
   free_jobs_.push_back(&job);
 }
 
-// A short result is not an error yet: the rest is requested again from a whole sector on, and then comes or gives its
-// error.
+// A short result is not an error yet: the rest, from the last whole sector on, is requested again.
 void Engine::finish(Job& job) {
   Table& table = *job.table;
   const bool is_write = job.kind == Io::Kind::write;
@@ -265,7 +273,7 @@ void Engine::finish_write(Job& job, bool good) {
     return start_write(job);
   }
   for (int64_t i = 0; i < job.num_units; ++i) {
-    Dirty* unit = job.units[static_cast<size_t>(i)];
+    DirtyUnit* unit = job.units[static_cast<size_t>(i)];
     if (good && unit->changed) {
       put_last(unit);
     } else {
@@ -288,30 +296,30 @@ void Engine::finish_sync(Job& job, bool good) {
 const std::byte* Engine::waiting_bytes_of(const Table& table, int64_t row) const {
   if (table.num_dirty == 0) return nullptr;
   const BlockLayout& layout = table.file.layout;
-  Dirty* unit = index_.find(&table, layout.unit_of(row));
+  DirtyUnit* unit = index_.find(&table, layout.unit_of(row));
   return unit && unit->knows(row % layout.unit_rows) ? unit->image() + layout.place_in_unit(row) : nullptr;
 }
 
-void Engine::put_last(Dirty* unit) {
+void Engine::put_last(DirtyUnit* unit) {
   unit->next = nullptr;
   (first_dirty_ ? last_dirty_->next : first_dirty_) = unit;
   last_dirty_ = unit;
 }
 
-Dirty* Engine::pop_first() {
-  Dirty* unit = first_dirty_;
+DirtyUnit* Engine::pop_first() {
+  DirtyUnit* unit = first_dirty_;
   first_dirty_ = unit->next;
   return unit;
 }
 
-void Engine::drop(Dirty* unit) {
+void Engine::drop(DirtyUnit* unit) {
   index_.erase(unit);
   --unit->table->num_dirty;
   forget(unit);
 }
 
-// Its memory may belong to another unit as soon as the room is told.
-void Engine::forget(Dirty* unit) {
+// Its memory may be reused as soon as the write buffer gets it back.
+void Engine::forget(DirtyUnit* unit) {
   bump(unit->table->counted.waiting_bytes, -unit->table->dirty_bytes());
   left_.push_back(unit->chunk);
 }
@@ -327,13 +335,13 @@ void Engine::fail(Job& job) noexcept try {
   has_failed_ = true;
   const TableFile& file = job.table->file;
   const int error = job.result < 0 ? static_cast<int>(-job.result) : 0;
-  std::string what = job.kind == Io::Kind::sync ? "syncing" : job.kind == Io::Kind::write ? "writing" : "reading";
+  std::string what = job.kind == Io::Kind::sync ? "syncing" : job.kind == Io::Kind::write ? "writing " : "reading ";
   if (job.call) {
-    what += " " + rows_text(file, job.call->moves[job.first_move].row, job.call->moves[job.last_move - 1].row) + " of";
+    what += rows_text(file, job.call->moves[job.first_move].row, job.call->moves[job.last_move - 1].row) + " of";
   } else if (job.kind != Io::Kind::sync) {
     const int64_t first = job.unit * file.layout.unit_rows;
     const int64_t last = first + job.num_units * file.layout.unit_rows - 1;
-    what += " " + rows_text(file, first, std::min(last, job.table->num_rows.load() - 1)) + " of";
+    what += rows_text(file, first, std::min(last, file.num_rows - 1)) + " of";
   }
   what += " table '" + file.table + "' in " + file.path + ": " +
           (error ? std::string(std::strerror(error)) : std::string("nothing moved"));

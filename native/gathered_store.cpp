@@ -8,8 +8,6 @@
 #include <cstring>
 #include <utility>
 
-#include "engine.h"
-
 namespace hotrow {
 namespace {
 
@@ -36,7 +34,7 @@ class Region {
 
   uint16_t place_of(size_t row) const { return place_of_[row]; }  // kNoPlace: it was never written
 
-  // Where a row lies, and where it will, are fetched before they are needed.
+  // Prefetch where a row lies, and where its next record will go.
   void fetch(size_t row) const { __builtin_prefetch(&place_of_[row]); }
   void fetch_to_put(size_t row) const {
     __builtin_prefetch(&place_of_[row], 1);
@@ -47,14 +45,14 @@ class Region {
     }
   }
 
-  // Its record, where it lies in the open page; else null.
+  // The record at this place if it is in the open page, else null.
   std::byte* held(uint16_t place) {
     const bool is_held = place / page_places_ == open_page_ && held_[static_cast<size_t>(place % page_places_)];
     return is_held ? record_at(place % page_places_) : nullptr;
   }
 
-  // Memory for the newest record of a row. Where the open page has no place for it, what it holds goes to `write_down`
-  // first: (place, record) of each, in order.
+  // Memory for the newest record of a row. If the open page is full, its records are first passed to write_down(place,
+  // record), in order.
   template <class WriteDown>
   std::byte* put(size_t row, const WriteDown& write_down) {
     const uint16_t old = place_of_[row];
@@ -75,7 +73,7 @@ class Region {
     return record_at(next_++);
   }
 
-  // Calls reserve(first page, number) if the open page is one that no room was asked for.
+  // Calls reserve(first page, count) if no disk space has been requested for the open page yet.
   template <class Reserve>
   void reserve_ahead(const Reserve& reserve) {
     if (open_page_ < num_reserved_) return;
@@ -126,8 +124,8 @@ class Region {
     ++pages_with_[free];
   }
 
-  // There are twice as many places as rows, and who asks has none: some page has a free one. Of equally empty ones the
-  // next behind the last, which is soon found.
+  // Opens the page with the most free places. There is one: places are twice as many as rows, and the row to be put has
+  // none. Among equally empty pages, takes the first after the page opened last, which is found soonest.
   void open_emptiest() {
     if (!page_) page_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(page_places_) * record_bytes_);
     int most = static_cast<int>(page_places_);
@@ -154,11 +152,11 @@ class Region {
   std::unique_ptr<std::byte[]> page_;
 };
 
-// Where the rows of a table lie. `mutex` is held by who changes it and by who asks for names, which a store's own
-// thread does as it fails; nobody calls the lower store meanwhile.
-class Places final : public RowNames {
+// Where the rows of a table lie. Hold `mutex` to change it or to ask for names. The engine's thread asks for names when
+// an I/O fails, so never call the lower store with the lock held.
+class RowPlaces final : public RowNames {
  public:
-  Places(const BlockLayout& layout, int64_t num_rows)
+  RowPlaces(const BlockLayout& layout, int64_t num_rows)
       : layout_(layout),
         region_rows_(region_rows(layout)),
         region_places_(region_places(layout)),
@@ -205,7 +203,7 @@ class Places final : public RowNames {
   std::vector<std::unique_ptr<Region>> regions_;  // made when a row of theirs is first written
 };
 
-// Records on their way down.
+// Records being collected for one write to the store below.
 class Piece {
  public:
   explicit Piece(int64_t record_bytes) : record_bytes_(record_bytes) {}
@@ -234,8 +232,7 @@ class GatheredStore final : public BlockStore {
       : layout_(file.layout),
         table_(file.table),
         path_(file.path),
-        process_(getpid()),
-        places_(std::make_shared<Places>(file.layout, file.num_rows)),
+        places_(std::make_shared<RowPlaces>(file.layout, file.num_rows)),
         fd_(file.fd) {
     file.num_rows = num_places(layout_, file.num_rows);
     file.names = places_;
@@ -244,12 +241,9 @@ class GatheredStore final : public BlockStore {
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
     if (moves.empty()) return;
-    Asked asked(ticket, static_cast<int64_t>(moves.size()));
-    if (!is_here()) return;
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
+    if (!failure_.check_process(table_, path_)) return;
     const std::lock_guard lock(calls_);
-    for (const Move& move : moves) {
-      if (!is_row(move.row)) break;
-    }
     if (failure()) return;
     std::vector<Move> below;
     std::vector<std::byte> zeros;
@@ -273,11 +267,11 @@ class GatheredStore final : public BlockStore {
     if (!below.empty()) lower_->read(below, slots, ticket);
     served_ += num_held;
     unwritten_ += num_unwritten;
-    asked.done();  // the rest is counted by who reads it
+    asked.done();  // the lower store counts the rows that it reads
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    if (moves.empty() || !is_here()) return;
+    if (moves.empty() || !failure_.check_process(table_, path_)) return;
     const std::lock_guard lock(calls_);
     Piece piece(layout_.record_bytes);
     std::vector<std::pair<int64_t, int64_t>> wanted;  // pages that need room: the first, and how many
@@ -290,7 +284,6 @@ class GatheredStore final : public BlockStore {
             slots.fetch(moves[i + kAhead].slot);
           }
           const Move& move = moves[i];
-          if (!is_row(move.row)) break;
           Region& region = places_->make(move.row);
           const int64_t held_before = region.num_held();
           slots.gather(move.slot,
@@ -301,7 +294,7 @@ class GatheredStore final : public BlockStore {
           });
         }
       }
-      // Not under that lock: the file system may wait for writes, and the thread that ends them for the lock.
+      // Outside the lock: the file system may wait for writes whose completion needs that lock.
       for (const auto& [page, count] : wanted) reserve(page, count);
       wanted.clear();
       piece.write_to(*lower_);
@@ -309,7 +302,7 @@ class GatheredStore final : public BlockStore {
   }
 
   bool flush() override {
-    if (!is_here()) return false;
+    if (!failure_.check_process(table_, path_)) return false;
     const std::lock_guard lock(calls_);
     return write_held() && lower_->flush() && !failure();
   }
@@ -328,7 +321,7 @@ class GatheredStore final : public BlockStore {
     c.read_rows += served_ + unwritten_;
     c.served_from_queue += served_;
     c.held_bytes += num_held_ * layout_.record_bytes;
-    if (getpid() != process_) return c;
+    if (!failure_.in_opening_process()) return c;
     const std::lock_guard lock(places_->mutex);
     places_->for_each([&](const Region& region, int64_t) { c.places_bytes += region.num_bytes(); });
     return c;
@@ -337,9 +330,10 @@ class GatheredStore final : public BlockStore {
   void inject(bool write, int64_t after, int error) override { lower_->inject(write, after, error); }
 
  private:
-  static constexpr size_t kAhead = 12;  // moves between what they need is fetched and used
+  static constexpr size_t kAhead = 12;  // moves between a prefetch and its use
 
-  // Asks for room for pages of the file. If it is refused, each write asks anew, and says what is wrong.
+  // Requests disk space for pages of the file. A refusal is ignored here: each write then allocates its own, and
+  // reports the error.
   void reserve(int64_t first_page, int64_t count) const {
 #if defined(FALLOC_FL_KEEP_SIZE)
     const int64_t begin = layout_.offset_of(first_page * layout_.page_units);
@@ -347,7 +341,7 @@ class GatheredStore final : public BlockStore {
 #endif
   }
 
-  // Every open page, whose free places are given up for now.
+  // Writes down every open page. Their remaining free places stay unused for now.
   bool write_held() {
     Piece piece(layout_.record_bytes);
     places_->for_each([&](Region& region, int64_t first_place) {
@@ -363,33 +357,17 @@ class GatheredStore final : public BlockStore {
   }
 
   const Region* region_ahead(std::span<const Move> moves, size_t i) const {
-    if (i + kAhead >= moves.size()) return nullptr;
-    const int64_t row = moves[i + kAhead].row;
-    return 0 <= row && row < places_->num_rows() ? places_->find(row) : nullptr;
-  }
-
-  bool is_row(int64_t row) {
-    if (0 <= row && row < places_->num_rows()) return true;
-    failure_.set("table '" + table_ + "': row " + std::to_string(row) + " was asked for, but it has " +
-                 std::to_string(places_->num_rows()) + " rows (" + path_ + ")");
-    return false;
-  }
-
-  bool is_here() {
-    if (getpid() == process_) return true;
-    failure_.set(forked_text(table_, path_));
-    return false;
+    return i + kAhead < moves.size() ? places_->find(moves[i + kAhead].row) : nullptr;
   }
 
   const BlockLayout layout_;
   const std::string table_, path_;
-  const pid_t process_;
   FailureSlot failure_;
   std::atomic<int64_t> served_{0}, unwritten_{0}, num_held_{0};
   std::mutex calls_;  // before places_->mutex
-  const std::shared_ptr<Places> places_;
+  const std::shared_ptr<RowPlaces> places_;
   const int fd_;                       // the lower store's
-  std::unique_ptr<BlockStore> lower_;  // goes before the names that it asks for
+  std::unique_ptr<BlockStore> lower_;  // destroyed before the names that it asks for
 };
 
 }  // namespace

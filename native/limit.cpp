@@ -50,37 +50,24 @@ TouchRange range_of(const RowPass& pass) {
   return pass.into_l2 ? touch_range<kLines, false, 2> : touch_range<kLines, false, 3>;
 }
 
+template <int... kLines>
 TouchRange choose_range(const RowPass& pass) {
-  switch (pass.row_bytes) {
-    case 1 * kLine:
-      return range_of<1>(pass);
-    case 2 * kLine:
-      return range_of<2>(pass);
-    case 4 * kLine:
-      return range_of<4>(pass);
-    case 8 * kLine:
-      return range_of<8>(pass);
-    default:
-      return range_of<0>(pass);
-  }
-}
-
-template <class Task>
-double seconds_of(int64_t num_tasks, int num_threads, const Task& task) {
-  const auto start = std::chrono::steady_clock::now();
-  parallel_for(num_tasks, num_threads, task);
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  TouchRange chosen = range_of<0>(pass);
+  ((pass.row_bytes == kLines * kLine && (chosen = range_of<kLines>(pass), true)) || ...);
+  return chosen;
 }
 
 }  // namespace
 
 double touch_rows(const RowPass& pass, int num_threads) {
   constexpr int64_t kPiece = 1 << 13;  // rows; a free thread takes the next piece
-  const TouchRange range = choose_range(pass);
+  const TouchRange range = choose_range<1, 2, 4, 8>(pass);
   std::atomic<uint64_t> total{0};  // so that the loads count as used
-  return seconds_of((pass.num_ids + kPiece - 1) / kPiece, num_threads, [&](int64_t piece, int) {
+  const auto start = std::chrono::steady_clock::now();
+  parallel_for((pass.num_ids + kPiece - 1) / kPiece, num_threads, [&](int64_t piece, int) {
     total += range(pass, piece * kPiece, std::min((piece + 1) * kPiece, pass.num_ids));
   });
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace hotrow

@@ -11,32 +11,33 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 
 namespace hotrow {
 
 // Places for mappings, a list that only grows; places that are given up are reused.
 struct FaultRegistry {
-  struct Place {
+  struct Entry {
     std::atomic<const WatchedMapping*> mapping;
-    Place* next;
+    Entry* next;
   };
-  static inline std::atomic<Place*> first{nullptr};
+  static inline std::atomic<Entry*> first{nullptr};
   static inline std::atomic<int> readers{0};  // handlers that are looking at mappings now
   static_assert(decltype(first)::is_always_lock_free && decltype(readers)::is_always_lock_free);
 
   static void add(const WatchedMapping* mapping) {
-    for (Place* place = first; place; place = place->next) {
+    for (Entry* place = first; place; place = place->next) {
       const WatchedMapping* none = nullptr;
       if (place->mapping.compare_exchange_strong(none, mapping)) return;
     }
-    auto* place = new Place{{mapping}, first};  // lives as long as the process, as handlers do
+    auto* place = new Entry{{mapping}, first};  // lives as long as the process, as handlers do
     while (!first.compare_exchange_weak(place->next, place)) {
     }
   }
 
   // Returns when no handler is looking at it any more.
   static void remove(const WatchedMapping* mapping) {
-    for (Place* place = first; place; place = place->next) {
+    for (Entry* place = first; place; place = place->next) {
       const WatchedMapping* own = mapping;
       if (place->mapping.compare_exchange_strong(own, nullptr)) break;
     }
@@ -44,28 +45,27 @@ struct FaultRegistry {
   }
 
   // Whether the address is in a watched mapping; if so, the message has been printed.
-  static bool tell(const siginfo_t& info) {
+  static bool report(const siginfo_t& info) {
     const auto at = reinterpret_cast<uintptr_t>(info.si_addr);
     ++readers;
     bool found = false;
-    for (const Place* place = first; place && !found; place = place->next) {
+    for (const Entry* place = first; place && !found; place = place->next) {
       const WatchedMapping* mapping = place->mapping;
       if (!mapping) continue;
       const auto begin = reinterpret_cast<uintptr_t>(mapping->rows_.begin);
       found = begin <= at && at - begin < static_cast<uintptr_t>(mapping->rows_.bytes);
-      if (found) tell_of(*mapping, static_cast<int64_t>(at - begin), info);
+      if (found) report_fault(*mapping, static_cast<int64_t>(at - begin), info);
     }
     --readers;
     return found;
   }
 
-  static void tell_of(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info);
+  static void report_fault(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info);
 };
 
 namespace {
 
 struct sigaction before;  // written before the handler is installed
-std::atomic<bool> installed{false};
 int64_t page_bytes = 4096;
 
 // Formats a number in decimal without library functions, which may take locks or memory.
@@ -104,7 +104,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
 
 void on_fault(int signal, siginfo_t* info, void* context) {
   const int error = errno;
-  if (is_fault(*info) && FaultRegistry::tell(*info)) {
+  if (is_fault(*info) && FaultRegistry::report(*info)) {
     sigaction(SIGBUS, &before, nullptr);
   } else {
     pass_on(signal, info, context);
@@ -113,7 +113,6 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 }
 
 void install() {
-  if (installed.exchange(true)) return;
   page_bytes = sysconf(_SC_PAGESIZE);
   sigaction(SIGBUS, nullptr, &before);
   struct sigaction ours = {};
@@ -128,7 +127,7 @@ void install() {
 }  // namespace
 
 // The rows of the missing page; each of them is lost.
-void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info) {
+void FaultRegistry::report_fault(const WatchedMapping& mapping, int64_t offset, const siginfo_t& info) {
   const MappedRows& rows = mapping.rows_;
   const int64_t start = offset / page_bytes * page_bytes - rows.first_row_bytes;
   const int64_t most = std::max<int64_t>(0, rows.num_rows - 1);
@@ -153,8 +152,9 @@ void FaultRegistry::tell_of(const WatchedMapping& mapping, int64_t offset, const
 
 WatchedMapping::WatchedMapping(const MappedRows& rows, const std::string& table, const std::string& path)
     : rows_(rows), where_(" of table '" + table + "' in " + path + " are lost, and the process ends (SIGBUS): ") {
+  static std::once_flag installed;  // another thread's mapping waits until the handler is there
+  std::call_once(installed, install);
   FaultRegistry::add(this);
-  install();
 }
 
 WatchedMapping::~WatchedMapping() { FaultRegistry::remove(this); }

@@ -56,7 +56,7 @@ void drop_pages_within(void* data, size_t bytes) {
 
 namespace {
 
-// Oldest first. A plain pair of globals that are never destroyed: arrays may be freed while the process ends.
+// Oldest first. Never destroyed, because arrays may be freed while the process exits.
 std::mutex& kept_mutex() {
   static std::mutex& mutex = *new std::mutex;
   return mutex;
@@ -87,11 +87,15 @@ Pages take_pages(size_t bytes) {
   return allocate_pages(bytes + bytes / 8);
 }
 
-void give_back_pages(const Pages& pages) {
+void give_back_pages(const Pages& pages) noexcept {
   if (!pages.data) return;
   const std::lock_guard lock(kept_mutex());
   std::vector<Pages>& kept = kept_pages();
-  kept.push_back(pages);
+  try {
+    kept.push_back(pages);
+  } catch (const std::bad_alloc&) {
+    return free_pages(pages);  // destructors call this
+  }
   size_t total = 0;
   for (const Pages& each : kept) total += each.bytes;
   while (total > kMostKeptBytes) {

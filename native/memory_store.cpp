@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 
@@ -16,7 +17,7 @@ namespace {
 constexpr int64_t kChunkBytes =
     1 << 16;  // claimed in a file at a time: one call per 16 pages, and the file stays sparse
 
-struct Counted {
+struct RowCounters {
   std::atomic<int64_t> read_rows{0}, written_rows{0};
 
   StoreCounters counters(int64_t record_bytes) const {
@@ -29,22 +30,6 @@ struct Counted {
   }
 };
 
-// The check and the loop that both stores share; `transfer(move)` is false on an error, which it has reported.
-template <class Transfer>
-bool for_each_move(std::span<const Move> moves, int64_t num_rows, const std::string& table, FailureSlot& failure,
-                   const Transfer& transfer) {
-  for (const Move& move : moves) {
-    if (failure.get()) return false;
-    if (move.row < 0 || move.row >= num_rows) {
-      failure.set("table '" + table + "': row " + std::to_string(move.row) + " was asked for, but it has " +
-                  std::to_string(num_rows) + " rows");
-      return false;
-    }
-    if (!transfer(move)) return false;
-  }
-  return true;
-}
-
 // Makes a system call, again if a signal interrupted it before it did anything.
 template <class Call>
 ssize_t retried(const Call& call) {
@@ -52,12 +37,6 @@ ssize_t retried(const Call& call) {
   do result = call();
   while (result < 0 && errno == EINTR);
   return result;
-}
-
-void tell(Ticket& ticket, std::span<const Move> moves, bool good) {
-  const auto count = static_cast<int64_t>(moves.size());
-  ticket.add(count);
-  good ? ticket.done(count) : ticket.fail(count);
 }
 
 class Dram final : public Store {
@@ -68,19 +47,16 @@ class Dram final : public Store {
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
-    const bool good = for_each_move(moves, num_rows_, table_, failure_, [&](const Move& move) {
-      slots.scatter(base_ + move.row * record_bytes_, move.slot);
-      return true;
-    });
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
+    if (failure_.get()) return;
+    for (const Move& move : moves) slots.scatter(base_ + move.row * record_bytes_, move.slot);
     counted_.read_rows += static_cast<int64_t>(moves.size());
-    tell(ticket, moves, good);
+    asked.done();
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    for_each_move(moves, num_rows_, table_, failure_, [&](const Move& move) {
-      slots.gather(move.slot, base_ + move.row * record_bytes_);
-      return true;
-    });
+    if (failure_.get()) return;
+    for (const Move& move : moves) slots.gather(move.slot, base_ + move.row * record_bytes_);
     counted_.written_rows += static_cast<int64_t>(moves.size());
   }
 
@@ -109,14 +85,14 @@ class Dram final : public Store {
   int64_t bytes_ = 0;
   int64_t num_rows_ = 0;
   FailureSlot failure_;
-  Counted counted_;
+  RowCounters counted_;
 };
 
 // Rows in chunks that are known to have space are read and written in memory; others through the descriptor, which
 // reports a full or failing disk as an error and reads a hole without filling it.
 class Mapped final : public Store {
  public:
-  explicit Mapped(MappedFile file) : file_(std::move(file)), process_(getpid()) {}
+  explicit Mapped(MappedFile file) : file_(std::move(file)) {}
   ~Mapped() override {
     watched_.reset();
     if (base_) munmap(base_, static_cast<size_t>(bytes_));
@@ -138,21 +114,21 @@ class Mapped final : public Store {
   }
 
   void read(std::span<const Move> moves, const Slots& slots, Ticket& ticket) override {
+    PendingReads asked(ticket, static_cast<int64_t>(moves.size()));
     const auto read_each = [&](const Move& move) { return read_row(move, slots); };
-    const bool good =
-        is_here() && is_whole() && for_each_move(moves, num_rows_, file_.table, failure_, read_each) && is_whole();
+    if (!is_usable() || !std::all_of(moves.begin(), moves.end(), read_each) || !is_whole()) return;
     counted_.read_rows += static_cast<int64_t>(moves.size());
-    tell(ticket, moves, good);
+    asked.done();
   }
 
   void write(std::span<const Move> moves, const Slots& slots) override {
-    if (!is_here() || !is_whole()) return;
-    for_each_move(moves, num_rows_, file_.table, failure_, [&](const Move& move) { return write_row(move, slots); });
+    const auto write_each = [&](const Move& move) { return write_row(move, slots); };
+    if (!is_usable() || !std::all_of(moves.begin(), moves.end(), write_each)) return;
     counted_.written_rows += static_cast<int64_t>(moves.size());
   }
 
   bool flush() override {
-    if (!is_here() || failure_.get()) return false;
+    if (!is_usable()) return false;
     if (msync(base_, static_cast<size_t>(bytes_), MS_SYNC) != 0) return fail("syncing", -1);
     return is_whole();
   }
@@ -168,13 +144,8 @@ class Mapped final : public Store {
  private:
   int64_t place(int64_t row) const { return kHeaderBytes + row * file_.record_bytes; }
 
-  bool is_here() {
-    if (getpid() == process_) return true;
-    failure_.set("table '" + file_.table + "' (" + file_.path +
-                 ") was opened before this process was forked: use it in the process that opened it, or start workers "
-                 "with multiprocessing's 'spawn'");
-    return false;
-  }
+  // A failed store takes no calls, nor does one in a forked child: the file belongs to the parent.
+  bool is_usable() { return failure_.check_process(file_.table, file_.path) && !failure_.get() && is_whole(); }
 
   // Checked before memory is touched: beyond the end of a truncated file the system ends the process (SIGBUS), and a
   // write would make the file longer again, though never as long as it was (kTailBytes). And after a read: rows that
@@ -245,14 +216,13 @@ class Mapped final : public Store {
   }
 
   MappedFile file_;
-  pid_t process_;
   std::byte* base_ = nullptr;
   int64_t bytes_ = 0;
   int64_t num_rows_ = 0;
   std::unique_ptr<std::atomic<uint8_t>[]> claimed_;  // per chunk
   std::unique_ptr<WatchedMapping> watched_;
   FailureSlot failure_;
-  Counted counted_;
+  RowCounters counted_;
 };
 
 }  // namespace

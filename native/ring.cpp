@@ -17,7 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// Newer than the headers of some systems; the kernel is asked, and refuses what it does not know.
+// Newer than the headers of some systems. The kernel refuses flags that it does not know.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -30,13 +30,13 @@ namespace {
 
 constexpr unsigned kMostFiles = 1024;  // beyond, files are used without being registered
 
-int setup(unsigned entries, io_uring_params* params) {
+int ring_setup(unsigned entries, io_uring_params* params) {
   return static_cast<int>(syscall(SYS_io_uring_setup, entries, params));
 }
-int enter(int ring, unsigned to_submit, unsigned at_least) {
+int ring_enter(int ring, unsigned to_submit, unsigned at_least) {
   return static_cast<int>(syscall(SYS_io_uring_enter, ring, to_submit, at_least, IORING_ENTER_GETEVENTS, nullptr, 0));
 }
-int enrol(int ring, unsigned what, const void* values, unsigned count) {
+int ring_register(int ring, unsigned what, const void* values, unsigned count) {
   return static_cast<int>(syscall(SYS_io_uring_register, ring, what, values, count));
 }
 
@@ -70,12 +70,12 @@ class Ring final : public IoQueue {
     if (!open_ring(static_cast<unsigned>(depth), reason)) return false;
     frames_ = allocate_pages(static_cast<size_t>(depth * kPageBytes));
     const iovec frames{frames_.data, frames_.bytes};
-    if (!frames_.data || enrol(ring_, IORING_REGISTER_BUFFERS, &frames, 1) < 0) {
+    if (!frames_.data || ring_register(ring_, IORING_REGISTER_BUFFERS, &frames, 1) < 0) {
       reason = refused("registering buffers with io_uring", "raise the limit of locked memory (ulimit -l) to 4 MiB");
       return false;
     }
     const std::vector<int> none(kMostFiles, -1);
-    if (enrol(ring_, IORING_REGISTER_FILES, none.data(), kMostFiles) == 0) free_files_.resize(kMostFiles);
+    if (ring_register(ring_, IORING_REGISTER_FILES, none.data(), kMostFiles) == 0) free_files_.resize(kMostFiles);
     for (size_t i = 0; i < free_files_.size(); ++i) free_files_[i] = static_cast<int>(free_files_.size() - 1 - i);
     wake_ = eventfd(0, EFD_CLOEXEC);
     if (wake_ < 0) {
@@ -149,7 +149,7 @@ class Ring final : public IoQueue {
     for (const unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, 0u}) {
       params = {};
       params.flags = flags;
-      ring_ = setup(depth + 2, &params);  // one more entry is the wake-up
+      ring_ = ring_setup(depth + 2, &params);  // one more entry is the wake-up
       if (ring_ >= 0 || errno != EINVAL) break;
     }
     if (ring_ < 0) {
@@ -189,7 +189,7 @@ class Ring final : public IoQueue {
   // Makes one real read through the ring, of its wake-up: a filter may allow io_uring_setup and refuse io_uring_enter.
   bool try_once(std::string& reason) {
     wake();
-    if (enter(ring_, to_submit_, 1) < 0) {
+    if (ring_enter(ring_, to_submit_, 1) < 0) {
       reason = refused("entering io_uring", "allow io_uring_enter in the container's seccomp profile");
       return false;
     }
@@ -223,7 +223,7 @@ class Ring final : public IoQueue {
 
   void enter_ring(unsigned at_least) {
     while (true) {
-      const int sent = enter(ring_, to_submit_, at_least);
+      const int sent = ring_enter(ring_, to_submit_, at_least);
       if (sent >= 0) {
         to_submit_ -= static_cast<unsigned>(sent);
         if (to_submit_ == 0) return;
@@ -241,7 +241,7 @@ class Ring final : public IoQueue {
 
   bool set_file(int file, int fd) {
     const io_uring_files_update update{static_cast<uint32_t>(file), 0, reinterpret_cast<uint64_t>(&fd)};
-    return enrol(ring_, IORING_REGISTER_FILES_UPDATE, &update, 1) == 1;
+    return ring_register(ring_, IORING_REGISTER_FILES_UPDATE, &update, 1) == 1;
   }
 
   int ring_ = -1, wake_ = -1;

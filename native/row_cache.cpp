@@ -55,7 +55,7 @@ void RowCache::insert(uint32_t row, int32_t place) {
   ++num_mapped_;
 }
 
-// Overflow has filled it, or is over.
+// Called when overflow fills the map, and when it is over.
 void RowCache::resize_map(size_t size) {
   const std::vector<int32_t> old = std::exchange(map_, std::vector<int32_t>(size));
   for (const int32_t entry : old) {
@@ -66,7 +66,7 @@ void RowCache::resize_map(size_t size) {
   }
 }
 
-// Entries behind the hole move into it where their search would else end there.
+// Entries behind the hole move into it if probing would otherwise stop there.
 void RowCache::erase(uint32_t row) {
   const size_t size = map_.size();
   size_t hole = home(row);
@@ -145,7 +145,7 @@ void RowCache::evict(int32_t place, std::vector<Move>& moves) {
 }
 
 int32_t RowCache::place_for(uint32_t row, bool keep, std::vector<Move>& evicted) {
-  // If overflow is full, a cached place is empty: there are as many slots as rows.
+  // If overflow is full, some cached place is empty, because there are as many slots as rows.
   int32_t place = keep || overflow_is_full() ? room() : kNone;
   if (place == kNone) {
     place = overflow_place();
@@ -197,7 +197,7 @@ bool RowCache::admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch,
     ++counters_.hit_lookups;
     slot_of[i] = static_cast<int32_t>(slot_of_place(place));
   }
-  // Only now, when all that is resident is pinned: no row of this batch makes room for another.
+  // Only after all resident rows are pinned, so that no row of this batch evicts another.
   std::vector<Move> evicted, arriving, fresh;
   for (const int64_t i : missing) {
     const auto row = static_cast<uint32_t>(ids[i]);
@@ -209,7 +209,7 @@ bool RowCache::admit(const Id* ids, int64_t n, int32_t* slot_of, uint32_t batch,
     }
     slot_of[i] = static_cast<int32_t>(slot_of_place(place));
   }
-  // In this order: what leaves a slot is copied before anything is laid into it.
+  // In this order: a slot is copied out before anything is read or created in it.
   if (!evicted.empty()) store_->write(evicted, slots_);
   for (const Move& move : fresh) create(static_cast<uint32_t>(move.row), move.slot);
   if (!arriving.empty()) store_->read(arriving, slots_, ticket);
@@ -252,12 +252,11 @@ void RowCache::release(Pins& pins, bool dirty) {
   }
   if (!leaving.empty()) store_->write(leaving, slots_);
   drop_overflow();
-  // Well below what makes it grow, so that it does not go to and fro within a batch.
+  // Shrinks only well below the load at which it grows, so that one batch does not do both.
   if (map_.size() > least_map() && 8 * num_mapped_ <= 5 * static_cast<int64_t>(least_map())) resize_map(least_map());
 }
 
-// Slots of a piece of a checkpoint, which may be many: those behind the last one that a batch has, as no batch will
-// need their memory.
+// Gives memory back after a checkpoint has read many rows: that of all slots behind the last one in use.
 void RowCache::drop_overflow() {
   const auto bytes_of = [&](size_t places) { return static_cast<int64_t>(places) * slots_.record_bytes(); };
   if (bytes_of(free_overflow_.size()) <= kKeptOverflowBytes) return;

@@ -7,47 +7,31 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-// Gradients of keys in row order lie anywhere; prefetched into L2, as in an update (update.cpp).
-constexpr int64_t kGradsAhead = 16;
-
-struct Gradient {
-  const float* at;
-  float scale;
-};
-
 struct Cursor {
   const Occurrences all;
   const int64_t dim;
 
-  uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
-  uint64_t item(int64_t i) const { return all.keys[i] & ((uint64_t{1} << all.row_shift) - 1); }
-  [[gnu::always_inline]] const Source& source(int64_t i) const { return all.sources[item(i) >> all.source_shift]; }
-  [[gnu::always_inline]] Gradient gradient(int64_t i) const {
-    const Source& from = source(i);
-    const int64_t index = static_cast<int64_t>(item(i) & ((uint64_t{1} << all.source_shift) - 1));
-    const int64_t bag = from.bag_of ? from.bag_of[index] : index;
-    return {from.grad + bag * from.stride, from.scale ? from.scale[index] : 1.0f};
-  }
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
-    if (i + kGradsAhead < all.num_keys) prefetch_row<Into::l2>(gradient(i + kGradsAhead).at, 0, dim * 4);
+    const int64_t ahead = i + kScatteredGradsAhead;
+    if (ahead < all.num_keys) prefetch_row<Into::l2>(all.gradient(ahead).at, 0, dim * 4);
   }
   // Whether occurrence i is of this row, and in this leaf or node: `number` is the source's own.
   bool goes_on(int64_t i, uint64_t of_row, int32_t Source::* number, int32_t same) const {
-    return i < all.num_keys && row(i) == of_row && source(i).*number == same;
+    return i < all.num_keys && all.row(i) == of_row && all.source(i).*number == same;
   }
 };
 
 // Sums the occurrences from i on that share i's row and leaf; returns the first that does not.
 template <class Acc>
 [[gnu::always_inline]] inline int64_t sum_leaf(Acc& sum, const Cursor& cursor, int64_t i) {
-  const uint64_t row = cursor.row(i);
-  const int32_t leaf = cursor.source(i).leaf;
+  const uint64_t row = cursor.all.row(i);
+  const int32_t leaf = cursor.all.source(i).leaf;
   cursor.fetch_ahead(i);
-  const Gradient first = cursor.gradient(i);
+  const Gradient first = cursor.all.gradient(i);
   sum.read_scaled(first.scale, first.at);
   while (cursor.goes_on(++i, row, &Source::leaf, leaf)) {
     cursor.fetch_ahead(i);
-    const Gradient g = cursor.gradient(i);
+    const Gradient g = cursor.all.gradient(i);
     sum.add_scaled(g.scale, g.at);
   }
   return i;
@@ -98,16 +82,16 @@ template <int kDim>
 void sum_rows_of(const Cursor cursor, RowSums* nodes, float* room) {
   const int64_t dim = kDim ? kDim : cursor.dim;
   for (int64_t i = 0; i < cursor.all.num_keys;) {
-    const uint64_t row = cursor.row(i);
-    const int32_t node = cursor.source(i).node;
-    int32_t leaf = cursor.source(i).leaf;
+    const uint64_t row = cursor.all.row(i);
+    const int32_t node = cursor.all.source(i).node;
+    int32_t leaf = cursor.all.source(i).leaf;
     RowSums& to = nodes[node];
     *to.rows++ = static_cast<int64_t>(row);
     i = sum_leaf_into<kDim>(to.sums, cursor, i);
     if (cursor.goes_on(i, row, &Source::node, node)) {
       Stack stack(to.sums, room, dim);
       do {
-        const int32_t next = cursor.source(i).leaf;
+        const int32_t next = cursor.all.source(i).leaf;
         const int level = 31 - __builtin_clz(static_cast<uint32_t>(leaf ^ next));  // they part at this bit
         stack.complete_below(level);
         stack.push(level);

@@ -18,7 +18,7 @@ constexpr int64_t kIdsAtOnce = 1 << 15;  // ids that are read together
 constexpr int64_t kMostGapBytes = 4096;  // between records that one I/O brings: less than what another I/O costs
 constexpr int64_t kMostReadBytes = 256 << 10;
 
-// An errno, or 0 if all bytes came; -1 if the file ends before.
+// Returns 0, an errno, or -1 if the file ends too early.
 int read_all(int fd, std::byte* to, int64_t bytes, int64_t offset) {
   while (bytes > 0) {
     const ssize_t moved = pread(fd, to, static_cast<size_t>(bytes), static_cast<off_t>(offset));
@@ -31,7 +31,7 @@ int read_all(int fd, std::byte* to, int64_t bytes, int64_t offset) {
   return 0;
 }
 
-// Whether all bytes came, as they do if the system has them in memory.
+// Reads without blocking: true if the page cache had all bytes.
 bool read_now(int fd, std::byte* to, int64_t bytes, int64_t offset) {
 #if defined(RWF_NOWAIT)
   const iovec whole{to, static_cast<size_t>(bytes)};
@@ -42,7 +42,7 @@ bool read_now(int fd, std::byte* to, int64_t bytes, int64_t offset) {
 #endif
 }
 
-// Lets the system begin to read them.
+// Starts readahead.
 void will_need(int fd, int64_t bytes, int64_t offset) {
 #if defined(POSIX_FADV_WILLNEED)
   posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_WILLNEED);
@@ -55,8 +55,8 @@ std::string why(int error) {
   return error < 0 ? "the file ends before them; something truncated it" : std::strerror(error);
 }
 
-// The places of rows in a rising list of them.
-class Places {
+// The position of each row in a rising list of rows.
+class SavedPlaces {
  public:
   void add(int64_t row) {
     const int64_t block = row / kBlockRows;
@@ -134,9 +134,9 @@ class SavedStore final : public Store {
         part_bytes_(std::move(part_bytes)),
         table_(std::move(table)),
         places_(links_.size()),
-        is_here_(lower_->num_rows()) {}
+        written_here_(lower_->num_rows()) {}
 
-  // Empty, or why the ids are not as they should be.
+  // Returns why the ids are wrong, or an empty string.
   std::string take_ids(RowBits& rows, int64_t num_rows) {
     std::vector<int64_t> ids(static_cast<size_t>(kIdsAtOnce));
     for (size_t k = 0; k < links_.size(); ++k) {
@@ -168,14 +168,14 @@ class SavedStore final : public Store {
       const std::lock_guard lock(mutex_);
       const int64_t num_rows = lower_->num_rows();
       for (const Move& move : moves) {
-        const bool below = move.row < 0 || move.row >= num_rows || is_here_.has(static_cast<uint32_t>(move.row));
+        const bool below = move.row < 0 || move.row >= num_rows || written_here_.has(static_cast<uint32_t>(move.row));
         const Saved found = below ? Saved{} : find(move);
         found.place < 0 ? here.push_back(move) : saved.push_back(found);
       }
     }
-    Asked asked(ticket, static_cast<int64_t>(saved.size()));
+    PendingReads asked(ticket, static_cast<int64_t>(saved.size()));
     if (failure_.get()) return;
-    // What takes longer is on its way while the rest is copied.
+    // Starts the slow reads first; the rest is copied meanwhile.
     if (!here.empty()) lower_->read(here, slots, ticket);
     if (bring(saved, slots)) asked.done();
   }
@@ -183,9 +183,9 @@ class SavedStore final : public Store {
   void write(std::span<const Move> moves, const Slots& slots) override {
     if (failure_.get()) return;
     lower_->write(moves, slots);
-    if (lower_->failure()) return;  // it may have been asked for rows that there are not
+    if (lower_->failure()) return;
     const std::lock_guard lock(mutex_);
-    for (const Move& move : moves) is_here_.add(static_cast<uint32_t>(move.row));
+    for (const Move& move : moves) written_here_.add(static_cast<uint32_t>(move.row));
   }
 
   bool flush() override { return !failure_.get() && lower_->flush(); }
@@ -206,7 +206,7 @@ class SavedStore final : public Store {
     c.read_bytes += read_bytes_;
     c.saved_rows = read_rows_;
     const std::lock_guard lock(mutex_);
-    c.saved_index_bytes = index_bytes_ + is_here_.num_bytes();
+    c.saved_index_bytes = index_bytes_ + written_here_.num_bytes();
     return c;
   }
 
@@ -244,7 +244,7 @@ class SavedStore final : public Store {
       ++reads_;
       read_bytes_ += one.bytes;
     };
-    // What the system has in memory comes at once; the disk gets all else to do before anything is waited for.
+    // Copies what is in the page cache at once, and asks for readahead of everything else before waiting for any of it.
     for_each_read(saved, [&](const Read& one) {
       read.resize(static_cast<size_t>(one.bytes));
       if (read_now(one.from->file->fd, read.data(), one.bytes, one.offset)) return put(one);
@@ -290,13 +290,13 @@ class SavedStore final : public Store {
   const std::vector<SavedLink> links_;
   const std::vector<int64_t> part_bytes_;
   const std::string table_;
-  std::vector<Places> places_;  // by link; does not change once the ids are taken
+  std::vector<SavedPlaces> places_;  // by link; does not change once the ids are taken
   int64_t index_bytes_ = 0;
   FailureSlot failure_;
   std::atomic<int64_t> reads_{0}, read_rows_{0}, read_bytes_{0};
 
   mutable std::mutex mutex_;  // of what follows
-  RowBits is_here_;           // rows that were written to
+  RowBits written_here_;      // rows that were written to
 };
 
 }  // namespace
@@ -307,7 +307,7 @@ std::unique_ptr<Store> open_saved_store(std::shared_ptr<Store> lower, std::vecto
                                         std::vector<int64_t> part_bytes, std::string table, int64_t num_rows,
                                         RowBits& rows, std::string& reason) {
 #if defined(POSIX_FADV_RANDOM)
-  // Rows come from all over a file: what lies around them would be read in vain.
+  // Rows are scattered over a file, so readahead would be wasted.
   for (const SavedLink& link : links) {
     for (const SavedValues& values : link.parts) posix_fadvise(values.file->fd, 0, 0, POSIX_FADV_RANDOM);
   }

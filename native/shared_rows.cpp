@@ -1,5 +1,5 @@
-// What ranks that share tables do with rows, but for finding the distinct ones (batch_update.cpp); contract in
-// hotrow/embedding.h. Compiled once, for the baseline.
+// Packing and unpacking of rows and sums for ranks that share tables; distinct rows are found in batch_update.cpp;
+// contract in hotrow/embedding.h. Compiled once, for the baseline.
 #include <hotrow/cut.h>
 #include <hotrow/embedding.h>
 #include <hotrow/parallel.h>
@@ -116,7 +116,7 @@ int32_t* write_keys(const std::vector<int64_t>& keys, int32_t* out) {
   return small + (num + 1) / 2;
 }
 
-// Reads what write_keys wrote; null if that is not what it is, or keys are not below `end`.
+// Reads what write_keys wrote; null if the words are malformed or a key is not below `end`.
 const int32_t* read_keys(const int32_t* words, int64_t num_words, int64_t end, std::vector<int64_t>& keys) {
   if (num_words < 2) return nullptr;
   const int64_t num = words[0], large = words[1];
@@ -181,21 +181,21 @@ bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std:
                  const std::vector<int64_t>& first_keys, const std::vector<int64_t>& dims,
                  const std::vector<int64_t>& prefix, bool only_rows, int num_threads, UnpackedSums& out) {
   const size_t num_tables = dims.size(), num_pieces = pieces.size();
-  struct Part {
+  struct NodeRows {
     std::vector<int64_t> keys;
     std::vector<size_t> first, last;  // by table, of those to take
     std::vector<int64_t> starts;      // by table, where the sums of these begin
   };
-  std::vector<std::vector<Part>> parts;
+  std::vector<std::vector<NodeRows>> parts;
   for (const ComingSums& message : messages) {
     auto& own = parts.emplace_back(static_cast<size_t>(message.num_nodes));
     const int32_t *next = message.words, *end = message.words + message.num_words;
-    for (Part& part : own) {
+    for (NodeRows& part : own) {
       next = read_keys(next, end - next, first_keys[num_tables], part.keys);
       if (!next) return false;
     }
     int64_t at = next - message.words;
-    for (Part& part : own) {
+    for (NodeRows& part : own) {
       const auto begin = part.keys.begin();
       size_t done = 0;
       for (size_t t = 0; t < num_tables; ++t) {
@@ -215,7 +215,7 @@ bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std:
   }
   for (size_t t = 0; t < num_tables; ++t) {
     for (const auto& [m, k] : pieces) {
-      const Part& part = parts[m][k];
+      const NodeRows& part = parts[m][k];
       out.counts.push_back(static_cast<int64_t>(part.last[t] - part.first[t]));
       out.starts.push_back(part.starts[t]);
       out.total_rows += out.counts.back();
@@ -230,7 +230,7 @@ bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std:
   for (size_t t = 0; t < num_tables; ++t) {
     for (size_t p = 0; p < num_pieces; ++p) {
       const auto& [m, k] = pieces[p];
-      const Part& part = parts[m][k];
+      const NodeRows& part = parts[m][k];
       const int64_t count = out.counts[t * num_pieces + p];
       for (size_t i = part.first[t]; i < part.last[t]; ++i) *rows++ = part.keys[i] - first_keys[t];
       if (count && !only_rows) {

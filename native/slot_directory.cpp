@@ -7,13 +7,13 @@ namespace hotrow {
 namespace {
 
 constexpr int32_t kAbsent = -1;
-constexpr int32_t kNamed = -2;  // absent, and among those that come already
-constexpr int64_t kAhead = 16;  // ids between a prefetch and its use
+constexpr int32_t kComing = -2;  // absent, and already listed as coming
+constexpr int64_t kAhead = 16;   // ids between a prefetch and its use
 
 // visit(table, first, last) of the range that each table has in a list in the order of the tables.
 template <class Visit>
-void by_table(const std::vector<SlotDirectory::Named::Numbers>& numbers, int64_t SlotDirectory::Named::Numbers::* which,
-              const Visit& visit) {
+void by_table(const std::vector<SlotDirectory::BatchRows::Numbers>& numbers,
+              int64_t SlotDirectory::BatchRows::Numbers::* which, const Visit& visit) {
   int64_t first = 0;
   for (size_t t = 0; t < numbers.size(); ++t) {
     const int64_t last = first + numbers[t].*which;
@@ -47,26 +47,26 @@ uint32_t SlotDirectory::next_batch() {
 }
 
 template <class Id>
-bool SlotDirectory::find(const Id* ids, std::span<const Ids> batch, Named& named) {
+bool SlotDirectory::find(const Id* ids, std::span<const TableSpan> batch, BatchRows& rows) {
   const uint32_t number = next_batch();
-  named.numbers.assign(tables_.size(), {});
+  rows.numbers.assign(tables_.size(), {});
   bool good = true;
-  // The slot of each id is written, and the next one over it if it had been found before: no branch, which would be
-  // foreseen no better than the ids.
+  // The slot of every id is written, and overwritten by the next one if this batch had it already: a branch would be
+  // mispredicted, because ids are unpredictable.
   int64_t num_ids = 0;
-  for (const Ids& own : batch) num_ids += own.last - own.first;
+  for (const TableSpan& own : batch) num_ids += own.last - own.first;
   if (static_cast<int64_t>(found_.size()) < 2 * num_ids) found_.resize(static_cast<size_t>(2 * num_ids));
   int64_t* const firsts[2] = {found_.data(), found_.data() + num_ids};  // pinned, passing
   int64_t* ends[2] = {firsts[0], firsts[1]};
-  for (const Ids& own : batch) {
+  for (const TableSpan& own : batch) {
     const Table& table = tables_[own.table];
     const auto num_rows = static_cast<uint64_t>(table.num_rows), pinned = static_cast<uint64_t>(table.pinned);
     Slot* slots = slots_.data() + table.first_slot;
     int32_t* entries = map_.data() + table.first_place;  // of the rows behind the pinned ones
-    Named::Numbers& numbers = named.numbers[own.table];
+    BatchRows::Numbers& numbers = rows.numbers[own.table];
     const int64_t* const before[2] = {ends[0], ends[1]};
     for (int64_t i = own.first; i < own.last && good; ++i) {
-      // Entries twice as far ahead as slots, which they name. Ids that are out of range are found below.
+      // Prefetches entries twice as far ahead as the slots that they point to. The range of ids is checked below.
       if (i + 2 * kAhead < own.last) {
         const auto ahead = static_cast<uint64_t>(static_cast<int64_t>(ids[i + 2 * kAhead]));
         if (ahead >= pinned && ahead < num_rows) __builtin_prefetch(entries + (ahead - pinned), 1);
@@ -87,8 +87,8 @@ bool SlotDirectory::find(const Id* ids, std::span<const Ids> batch, Named& named
         int32_t& entry = entries[row - pinned];
         slot = entry;
         if (slot == kAbsent) {
-          entry = kNamed;
-          named.coming.push_back(table.place_of(static_cast<int64_t>(row)));
+          entry = kComing;
+          rows.coming.push_back(table.place_of(static_cast<int64_t>(row)));
           ++numbers.coming;
         }
         if (slot < 0) continue;
@@ -101,31 +101,31 @@ bool SlotDirectory::find(const Id* ids, std::span<const Ids> batch, Named& named
     numbers.pinned += ends[0] - before[0];
     numbers.passing += ends[1] - before[1];
   }
-  named.pinned.assign(firsts[0], ends[0]);
-  named.passing.assign(firsts[1], ends[1]);
-  for (const int64_t place : named.coming) map_[static_cast<size_t>(place)] = kAbsent;
-  std::sort(named.coming.begin(), named.coming.end());
+  rows.pinned.assign(firsts[0], ends[0]);
+  rows.passing.assign(firsts[1], ends[1]);
+  for (const int64_t place : rows.coming) map_[static_cast<size_t>(place)] = kAbsent;
+  std::sort(rows.coming.begin(), rows.coming.end());
   return good;
 }
 
-std::vector<int64_t> SlotDirectory::missing(const Named& named) const {
+std::vector<int64_t> SlotDirectory::missing(const BatchRows& rows) const {
   std::vector<int64_t> found(tables_.size());
-  by_table(named.numbers, &Named::Numbers::passing, [&](size_t t, size_t first, size_t last) {
+  by_table(rows.numbers, &BatchRows::Numbers::passing, [&](size_t t, size_t first, size_t last) {
     int64_t idle = 0;
-    for (size_t i = first; i < last; ++i) idle += slots_[static_cast<size_t>(named.passing[i])].pins == 0;
-    found[t] = named.numbers[t].coming + idle - tables_[t].num_free;
+    for (size_t i = first; i < last; ++i) idle += slots_[static_cast<size_t>(rows.passing[i])].pins == 0;
+    found[t] = rows.numbers[t].coming + idle - tables_[t].num_free;
   });
   return found;
 }
 
-bool SlotDirectory::fits(const Named& named) const {
+bool SlotDirectory::fits(const BatchRows& rows) const {
   for (size_t t = 0; t < tables_.size(); ++t) {
-    if (named.numbers[t].passing + named.numbers[t].coming > tables_[t].cached) return false;
+    if (rows.numbers[t].passing + rows.numbers[t].coming > tables_[t].cached) return false;
   }
   return true;
 }
 
-// Returns a cached slot of the table that no batch uses; there must be one.
+// Returns a cached slot that no batch uses; there must be one.
 int64_t SlotDirectory::room(Table& table) {
   for (;;) {
     const int64_t slot = table.first_slot + table.pinned + table.hand;
@@ -137,34 +137,34 @@ int64_t SlotDirectory::room(Table& table) {
   }
 }
 
-SlotDirectory::Moves SlotDirectory::admit(Named& named) {
+SlotDirectory::Moves SlotDirectory::admit(BatchRows& rows) {
   Moves moves;
   moves.coming.numbers.resize(tables_.size());
   moves.leaving.numbers.resize(tables_.size());
-  // First, so that no row of the batch makes room for another.
-  by_table(named.numbers, &Named::Numbers::passing, [&](size_t t, size_t first, size_t last) {
-    const Named::Numbers& numbers = named.numbers[t];
+  // Pins these first, so that no row of the batch evicts another.
+  by_table(rows.numbers, &BatchRows::Numbers::passing, [&](size_t t, size_t first, size_t last) {
+    const BatchRows::Numbers& numbers = rows.numbers[t];
     counts_[t].rows += numbers.pinned + numbers.passing + numbers.coming;
     counts_[t].hit_rows += numbers.pinned + numbers.passing;
     for (size_t i = first; i < last; ++i) {
-      Slot& slot = slots_[static_cast<size_t>(named.passing[i])];
+      Slot& slot = slots_[static_cast<size_t>(rows.passing[i])];
       tables_[t].num_free -= slot.pins == 0;
       slot.pins = slot.pins + 1;
       slot.used = true;
     }
   });
-  if (named.coming.empty()) return moves;
+  if (rows.coming.empty()) return moves;
   std::vector<int64_t>& places = moves.pointers;
   std::vector<int64_t> passing, entries;
-  passing.reserve(named.passing.size() + named.coming.size());
-  auto found = named.passing.begin();
-  by_table(named.numbers, &Named::Numbers::coming, [&](size_t t, size_t first, size_t last) {
+  passing.reserve(rows.passing.size() + rows.coming.size());
+  auto found = rows.passing.begin();
+  by_table(rows.numbers, &BatchRows::Numbers::coming, [&](size_t t, size_t first, size_t last) {
     Table& table = tables_[t];
-    Named::Numbers& numbers = named.numbers[t];
+    BatchRows::Numbers& numbers = rows.numbers[t];
     passing.insert(passing.end(), found, found + numbers.passing);
     found += numbers.passing;
     for (size_t i = first; i < last; ++i) {
-      const int64_t place = named.coming[i], row = place - table.first_place + table.pinned;
+      const int64_t place = rows.coming[i], row = place - table.first_place + table.pinned;
       const int64_t at = room(table);
       Slot& slot = slots_[static_cast<size_t>(at)];
       const auto point = [&](int64_t changed, int32_t entry) {
@@ -191,22 +191,22 @@ SlotDirectory::Moves SlotDirectory::admit(Named& named) {
     numbers.coming = 0;
   });
   places.insert(places.end(), entries.begin(), entries.end());
-  named.passing = std::move(passing);
-  named.coming.clear();
+  rows.passing = std::move(passing);
+  rows.coming.clear();
   return moves;
 }
 
-void SlotDirectory::release(const Named& named, bool updated) {
-  by_table(named.numbers, &Named::Numbers::passing, [&](size_t t, size_t first, size_t last) {
+void SlotDirectory::release(const BatchRows& rows, bool updated) {
+  by_table(rows.numbers, &BatchRows::Numbers::passing, [&](size_t t, size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
-      Slot& slot = slots_[static_cast<size_t>(named.passing[i])];
+      Slot& slot = slots_[static_cast<size_t>(rows.passing[i])];
       slot.pins = slot.pins - 1;
       slot.dirty = slot.dirty || updated;
       tables_[t].num_free += slot.pins == 0;
     }
   });
   if (!updated) return;
-  for (const int64_t slot : named.pinned) slots_[static_cast<size_t>(slot)].dirty = true;
+  for (const int64_t slot : rows.pinned) slots_[static_cast<size_t>(slot)].dirty = true;
 }
 
 SlotDirectory::Rows SlotDirectory::resident(bool dirty) const {
@@ -231,12 +231,12 @@ void SlotDirectory::clear_dirty() {
   }
 }
 
-SlotDirectory::Rows SlotDirectory::coming(const Named& named) const {
+SlotDirectory::Rows SlotDirectory::coming(const BatchRows& rows) const {
   Rows found;
   found.numbers.resize(tables_.size());
-  by_table(named.numbers, &Named::Numbers::coming, [&](size_t t, size_t first, size_t last) {
+  by_table(rows.numbers, &BatchRows::Numbers::coming, [&](size_t t, size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
-      found.add(t, named.coming[i] - tables_[t].first_place + tables_[t].pinned, -1);
+      found.add(t, rows.coming[i] - tables_[t].first_place + tables_[t].pinned, -1);
     }
   });
   return found;
@@ -248,7 +248,7 @@ std::vector<int64_t> SlotDirectory::num_free() const {
   return found;
 }
 
-template bool SlotDirectory::find(const int32_t*, std::span<const Ids>, Named&);
-template bool SlotDirectory::find(const int64_t*, std::span<const Ids>, Named&);
+template bool SlotDirectory::find(const int32_t*, std::span<const TableSpan>, BatchRows&);
+template bool SlotDirectory::find(const int64_t*, std::span<const TableSpan>, BatchRows&);
 
 }  // namespace hotrow

@@ -10,9 +10,6 @@ namespace {
 // A table's gradient columns are mostly in L2 already, except when samples have one id each. With one line per row,
 // more of them must then be in flight: 20 ahead take 0.8 of the time of 6.
 inline int64_t grads_ahead(int64_t dim) { return dim <= kFloatsPerLine ? 20 : 6; }
-// Keys in row order jump between gradients; those of the next row are not needed at once. Prefetched into L2 they take
-// 0.92 of the time of adaptive rules.
-inline constexpr int64_t kScatteredGradsAhead = 16;
 
 // The weights of a table from element `at` on, as a P for `load` and `store`.
 template <class P>
@@ -32,12 +29,6 @@ constexpr bool kInHalves = false;
 template <>
 constexpr bool kInHalves<Joined> = true;
 
-// One gradient: where it is, and its factor.
-struct Gradient {
-  const float* at;
-  float scale;
-};
-
 template <class P>
 struct Cursor {
   // By value, as the cursor itself is passed.
@@ -49,24 +40,14 @@ struct Cursor {
 
   int64_t row_bytes() const { return table.dim * kWeightBytes<P>; }
   P weights(uint64_t row) const { return weights_from<P>(table, row * static_cast<uint64_t>(table.dim)); }
-  uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
-  // What of a key says which gradient its occurrence takes.
-  uint64_t item(int64_t i) const { return all.keys[i] & ((uint64_t{1} << all.row_shift) - 1); }
 
-  // Always inlined, like the loops below: GCC 12 keeps some of so many copies as calls, which cost 25 % of the time at
-  // dim 16.
-  [[gnu::always_inline]] Gradient gradient(int64_t i) const {
-    const Source& source = all.sources[item(i) >> all.source_shift];
-    const int64_t index = static_cast<int64_t>(item(i) & ((uint64_t{1} << all.source_shift) - 1));
-    const int64_t bag = source.bag_of ? source.bag_of[index] : index;
-    return {source.grad + bag * source.stride, source.scale ? source.scale[index] : 1.0f};
-  }
+  // Always inlined, like the loops below, for the reason that Occurrences has.
   [[gnu::always_inline]] void fetch_row(int64_t i) const {
-    prefetch_row<Into::l2>(table.data, row(i), row_bytes());
-    if constexpr (kInHalves<P>) prefetch_row<Into::l2>(table.low, row(i), row_bytes());
+    prefetch_row<Into::l2>(table.data, all.row(i), row_bytes());
+    if constexpr (kInHalves<P>) prefetch_row<Into::l2>(table.low, all.row(i), row_bytes());
 #pragma GCC unroll 2
     for (int s = 0; s < kMostStates; ++s) {
-      if (s < num_states) prefetch_row<Into::l2>(states.data[s], row(i), state_dim * 4);
+      if (s < num_states) prefetch_row<Into::l2>(states.data[s], all.row(i), state_dim * 4);
     }
   }
   // Called once per occurrence, in order. scattered: the keys are in row order, not in the batch's order.
@@ -74,8 +55,8 @@ struct Cursor {
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
     if (i + kRowsAhead < all.num_keys) fetch_row(i + kRowsAhead);
     const int64_t grad = i + (kScattered ? kScatteredGradsAhead : grads_ahead(table.dim));
-    if (grad < all.num_keys && (kScattered || item(grad) != item(grad - 1)))
-      prefetch_row<kScattered ? Into::l2 : Into::l1>(gradient(grad).at, 0, table.dim * 4);
+    if (grad < all.num_keys && (kScattered || all.item(grad) != all.item(grad - 1)))
+      prefetch_row<kScattered ? Into::l2 : Into::l1>(all.gradient(grad).at, 0, table.dim * 4);
   }
   [[gnu::always_inline]] void fetch_first() const {
     for (int64_t i = 0; i < kRowsAhead && i < all.num_keys; ++i) fetch_row(i);
@@ -93,40 +74,40 @@ struct Step {
 template <int kDim, class P>
 [[gnu::always_inline]] inline int64_t descend(Row<kDim>& weight, Step<kDim>& step, float lr, const Cursor<P>& cursor,
                                               int64_t i) {
-  const uint64_t row = cursor.row(i);
+  const uint64_t row = cursor.all.row(i);
   do {
     cursor.template fetch_ahead<false>(i);
-    if (cursor.item(i) != step.item) {
-      const Gradient g = cursor.gradient(i);
+    if (cursor.all.item(i) != step.item) {
+      const Gradient g = cursor.all.gradient(i);
       step.row.read_scaled(g.scale, g.at);
       step.row.multiply(lr);
-      step.item = cursor.item(i);
+      step.item = cursor.all.item(i);
     }
     weight.subtract(step.row);
-  } while (++i < cursor.all.num_keys && cursor.row(i) == row);
+  } while (++i < cursor.all.num_keys && cursor.all.row(i) == row);
   return i;
 }
 
 template <class P>
 [[gnu::always_inline]] inline int64_t descend(AnyRow& weight, float lr, const Cursor<P>& cursor, int64_t i) {
-  const uint64_t row = cursor.row(i);
+  const uint64_t row = cursor.all.row(i);
   do {
     cursor.template fetch_ahead<false>(i);
-    const Gradient g = cursor.gradient(i);
+    const Gradient g = cursor.all.gradient(i);
     weight.subtract_scaled(lr, g.scale, g.at);
-  } while (++i < cursor.all.num_keys && cursor.row(i) == row);
+  } while (++i < cursor.all.num_keys && cursor.all.row(i) == row);
   return i;
 }
 
 template <class Acc, class P>
 [[gnu::always_inline]] inline int64_t sum_gradients(Acc& sum, const Cursor<P>& cursor, int64_t i) {
-  const uint64_t row = cursor.row(i);
-  const Gradient first = cursor.gradient(i);
+  const uint64_t row = cursor.all.row(i);
+  const Gradient first = cursor.all.gradient(i);
   cursor.template fetch_ahead<true>(i);
   sum.read_scaled(first.scale, first.at);
-  while (++i < cursor.all.num_keys && cursor.row(i) == row) {
+  while (++i < cursor.all.num_keys && cursor.all.row(i) == row) {
     cursor.template fetch_ahead<true>(i);
-    const Gradient g = cursor.gradient(i);
+    const Gradient g = cursor.all.gradient(i);
     sum.add_scaled(g.scale, g.at);
   }
   return i;
@@ -180,7 +161,7 @@ template <int kDim, class P>
 void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
   [[maybe_unused]] Step<kDim ? kDim : 4> step;
   for (int64_t i = 0; i < cursor.all.num_keys;) {
-    const P w = cursor.weights(cursor.row(i));
+    const P w = cursor.weights(cursor.all.row(i));
     if constexpr (kDim) {
       Row<kDim> weight;
       weight.read(w);
@@ -216,7 +197,7 @@ void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
 template <int kDim, class P>
 void adaptive_rows(const Rule rule, const Cursor<P> cursor, float* g, float* room) {
   for (int64_t i = 0; i < cursor.all.num_keys;) {
-    const uint64_t row = cursor.row(i);
+    const uint64_t row = cursor.all.row(i);
     if constexpr (kDim) {
       Row<kDim> sum;
       i = sum_gradients(sum, cursor, i);

@@ -263,9 +263,9 @@ def small_batches_are_divided() -> Iterator[None]:
         yield
         return
     native = importlib.import_module("hotrow._native")
-    before = native.least_work(0)
+    before = native.min_parallel_bytes(0)
     yield
-    native.least_work(before)
+    native.min_parallel_bytes(before)
 
 
 @pytest.fixture

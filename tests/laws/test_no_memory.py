@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cache_rig import needs_native
 
 ROWS = """
@@ -77,9 +78,8 @@ else:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
 @pytest.mark.parametrize(("move", "cached"), [("evict", 100_000), ("release", 1000), ("write_back", 100_000)])
 def test_rows_are_not_lost_in_silence(move: str, cached: int) -> None:
-    here = Path(__file__).parent
     # Memory that was freed goes back to the system at once, so that the next call has to ask for it.
-    environment = {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", ROWS, move, str(cached)],
         env={**os.environ, **environment},

@@ -51,7 +51,7 @@ def test_rows_without_columns_are_no_division_by_zero() -> None:
         native.update(1, arrays.native, [], ops._native_lookups(pending), [rule.numbers], 2)
     with pytest.raises(ValueError, match="one or more"):
         state: tuple[Any, ...] = ((0, 0, 0), (1, 1.0, 0, (0, 0, 1, 0), 1, 0), [], native.open_dram_store(4, 1, "t"))
-        native.make_caches().add(*state, [torch.zeros(0, 1)])
+        native.make_caches().add(*state, native.Records([torch.zeros(0, 1)]))
 
 
 NO_MEMORY = """
@@ -59,34 +59,67 @@ import resource
 from pathlib import Path
 import torch
 from hotrow.kernels import ops, types
+
+def within(extra, call):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
+    try:
+        return call()
+    except MemoryError:
+        return None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+limits = range(0, 64 << 20, 256 << 10)
+"""
+
+DISTINCT_ROWS = """
 torch.set_num_threads(2)
 ids = torch.randint(0, 1 << 20, (200_000,))
 spans, num_rows = [(t, t * 50_000, (t + 1) * 50_000) for t in range(4)], [1 << 20] * 4
 shares = types.Shares([0] * 4, [-1] * 4, 0, 200_000)  # a list of as many numbers is made for each table
-expected = ops.distinct_rows(ids, spans, num_rows, shares).rows
-tries = 0
-for extra in range(0, 64 << 20, 256 << 10):
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
-    try:
-        found = ops.distinct_rows(ids, spans, num_rows, shares).rows
+call = lambda: ops.distinct_rows(ids, spans, num_rows, shares).rows
+expected = call()
+for tries, extra in enumerate(limits):
+    if (found := within(extra, call)) is not None:
         break
-    except MemoryError:
-        tries += 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 assert (found == expected).all()
+print(tries)
+"""
+
+PACKED_WEIGHTS = """
+torch.set_num_threads(1)
+sizes = [512, 768, 1024, 512]
+weights = [torch.randn(o, i) for i, o in zip(sizes, sizes[1:])]
+biases, x = [torch.randn(o) for o in sizes[1:]], torch.randn(64, sizes[0])
+held = []  # so that no call finds the memory of one before it
+
+def call():
+    with torch.no_grad(), ops.weights_stay(held[-1]):
+        return ops.mlp(x, weights, biases, last="linear")
+
+held.append(ops.Packed())
+expected = call()
+for tries, extra in enumerate(limits):
+    held.append(ops.Packed())
+    if within(extra, call) is not None:
+        break
+    assert torch.equal(call(), expected), "weights that were not packed yet"
 print(tries)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
-def test_a_thread_without_memory_raises_in_the_caller() -> None:
+@pytest.mark.parametrize(
+    ("script", "environment"),
+    [(DISTINCT_ROWS, {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1"}), (PACKED_WEIGHTS, {})],
+    ids=["distinct_rows", "packed_weights"],
+)
+def test_without_memory_a_call_raises_and_leaves_nothing_half_made(script: str, environment: dict[str, str]) -> None:
     """Counters and lists of a sort are made on the threads; a bad_alloc that left one would end the process."""
-    environment = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(
-        [sys.executable, "-c", NO_MEMORY],
-        env={**os.environ, **environment},
+        [sys.executable, "-c", NO_MEMORY + script],
+        env={**os.environ, **environment, "OMP_WAIT_POLICY": "passive"},
         capture_output=True,
         text=True,
         timeout=60,

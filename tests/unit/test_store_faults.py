@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 
 from forked import run_forked
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
-from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
+from store_rig import FILE_KINDS, each_io, needs_io_uring, needs_native, read_rows, table_rows, write_rows
 
 pytestmark = needs_native
 
@@ -309,14 +308,55 @@ except StoreError as error:
 @each_io
 def test_without_memory_for_a_large_row_its_table_fails(tmp_path: Path, io: str) -> None:
     """The engine's thread reads rows larger than its frames into memory of their own; once, that ended the process."""
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE_ROW, tmp_path / "t", io],
-        env={**os.environ, "PYTHONPATH": str(tests)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_forked(LARGE_ROW, tmp_path / "t", io)
     assert done.returncode == 0, done.stderr
     assert "table 'item' lost rows, because there was no memory to move them" in done.stdout
+
+
+STALLED = """
+import ctypes, os, struct, sys, threading, time
+from pathlib import Path
+import numpy as np
+from cache_rig import Rig, Shape, use
+from hotrow.placement.stores import Engines
+
+rig = Rig([Shape(num_rows=64, pinned=0, cached=8)]).in_files(Path(sys.argv[1]), "block", Engines(io="io_uring"))
+use(rig, *range(8), dirty=True)
+use(rig, *range(8, 16))
+rig.stores[0].flush()
+
+ENTER, EAGAIN, ALLOW = 426, 0x50000 | 11, 0x7FFF0000
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, ENTER), (0x06, 0, 0, EAGAIN), (0x06, 0, 0, ALLOW)]  # of the call's number
+text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(text)))
+libc = ctypes.CDLL(None)
+seccomp = {"x86_64": 317, "aarch64": 277}[os.uname().machine]
+if libc.prctl(38, 1, 0, 0, 0) or libc.syscall(seccomp, 1, 1, program):  # for every thread
+    print("refused")
+    os._exit(0)
+
+flight, _ = rig.caches.admit(np.arange(8, dtype=np.int32), [(0, 0, 8)], True, 1)
+before = time.process_time()
+calls = [(flight.release, False), (flight.release, False), (rig.caches.write_back,), (rig.caches.counters, 0)]
+threads = [threading.Thread(target=call, args=args, daemon=True) for call, *args in calls]
+for thread in threads:
+    thread.start()
+    time.sleep(0.1)
+print(time.process_time() - before, *(thread.is_alive() for thread in threads), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in {"x86_64", "aarch64"}, reason="numbers of system calls")
+@needs_io_uring
+def test_an_engine_that_the_system_gives_nothing_sleeps_and_all_who_need_it_wait(tmp_path: Path) -> None:
+    """io_uring_enter says EAGAIN for ever, so the batch's rows do not come: no thread may take its slots for free, and
+    who waits for the caches lets other Python threads run.
+    """
+    done = run_forked(STALLED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    if done.stdout == "refused\n":
+        pytest.skip("seccomp is refused here")
+    seconds, *waiting = done.stdout.split()
+    assert float(seconds) < 0.2, "it asked again without a pause"
+    assert waiting == ["True"] * 4

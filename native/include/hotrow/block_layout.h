@@ -42,8 +42,8 @@ struct BlockLayout {
       const int64_t page = std::max(unit, kPageBytes);
       return {record_bytes, unit, unit_rows, page, page / unit, packed, sector};
     }
-    // Whole blocks of a file system, however many sectors a unit has: to write a part of a block that no data was
-    // written to before, a file system fills the rest with zeros and lets nobody else write to the file meanwhile.
+    // Whole blocks of a file system, however many sectors a unit has: on the first write to a part of a block, a file
+    // system fills the rest with zeros and blocks all other writes to the file meanwhile.
     const int64_t least = std::lcm(unit, kPageBytes);
     int64_t page = std::max(least, kPackedPageBytes / least * least);
     while (page > least && page / unit * unit_rows > kMostPackedRows) page /= 2;

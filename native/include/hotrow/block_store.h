@@ -23,10 +23,11 @@ struct EngineOptions {
 // OpenMP region. It lives as long as a caller or a store holds it.
 class Engine;
 
-// Null, and the reason, if io_uring or any thread is refused; an engine, and the reason, if it has fewer threads.
+// Returns null, and the reason, if io_uring or all threads are refused. Also sets the reason if there are fewer
+// threads.
 std::shared_ptr<Engine> start_engine(const EngineOptions& options, std::string& reason);
 
-// The names of a file's rows, if they are another table's rows under other numbers. Any thread may ask, at any time.
+// How messages name the rows of a file whose rows are numbered differently from the table's. Any thread may call.
 class RowNames {
  public:
   virtual ~RowNames() = default;

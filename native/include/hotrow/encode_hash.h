@@ -2,8 +2,8 @@
 //
 //   mix64(x):            x ^= x >> 33; x *= 0xff51afd7ed558ccd; x ^= x >> 33; x *= 0xc4ceb9fe1a85ec53; x ^= x >> 33
 //   hash of an integer:  mix64(key)                 one-to-one, so equal hashes mean equal keys
-//   hash of a string:    h = mix64(num_bytes); for each 8-byte little-endian word w (the last zero-padded): h = mix64(h
-//   ^ w) with a hash cap c:   mix64(key mod c), or mix64(hash of the string mod c); the result of mod is in [0, c)
+//   hash of a string:    h = mix64(num_bytes); for each 8-byte little-endian word w, zero-padded: h = mix64(h ^ w)
+//   with a hash cap c:   mix64(key mod c), or mix64(hash of the string mod c); the result of mod is in [0, c)
 #pragma once
 
 #include <bit>

@@ -17,12 +17,12 @@ void free_pages(const Pages& pages);
 // Gives whole pages within these bytes of private memory back to the system; their contents are lost.
 void drop_pages_within(void* data, size_t bytes);
 
-// Uninitialized memory for what lives no longer than a step: pages given back are kept and handed out again, because
-// faulting in new ones costs as much as a pass over them. The process keeps at most kMostKeptBytes idle; any thread may
-// take and give back.
+// Uninitialized memory for arrays that live no longer than a step. Pages that are given back are kept for reuse,
+// because faulting in new ones costs as much as a pass over them. The process keeps at most kMostKeptBytes idle; any
+// thread may take and give back.
 inline constexpr size_t kMostKeptBytes = size_t{1} << 29;
 Pages take_pages(size_t bytes);
-void give_back_pages(const Pages& pages);
+void give_back_pages(const Pages& pages) noexcept;
 
 // While locked, no thread can take or give back; used around a fork.
 void lock_kept_pages();

@@ -1,5 +1,5 @@
-// Stores that the processor addresses byte by byte: memory itself, and files mapped into it (DAX, CXL, tmpfs, any
-// path). Their calls have finished when they return.
+// Stores in byte-addressable memory: DRAM, and mapped files (DAX, CXL, tmpfs, any path). Their calls are complete when
+// they return.
 #pragma once
 
 #include <hotrow/store.h>

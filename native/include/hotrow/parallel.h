@@ -31,15 +31,15 @@ void watch_forks();
 // Whether this process, or one it descends from, was forked after watch_forks.
 bool in_forked_child();
 
-// The least work of a region that several threads share, in bytes that it moves. A thread that sleeps takes 10 to 50 us
-// to wake up, and one thread moves about this much in that time. A test may set it to 0, to divide small batches too.
-inline std::atomic<int64_t> least_work{1 << 18};
+// A region that moves fewer bytes runs on one thread: waking a sleeping thread takes 10 to 50 us, in which one thread
+// moves about this much. Tests set it to 0, to divide small batches too.
+inline std::atomic<int64_t> min_parallel_bytes{1 << 18};
 
-// Multiply-adds of a product in the unit of `least_work`: a thread does about two while it moves a byte.
+// Multiply-adds of a product in the unit of `min_parallel_bytes`: a thread does about two while it moves a byte.
 inline int64_t work_of_products(int64_t multiply_adds) { return multiply_adds / 2; }
 
-// How many threads a region gets: all or one, because libgomp restarts threads if the size of a team changes.
-inline int team(int64_t work, int num_threads) { return work < least_work.load() ? 1 : num_threads; }
+// The number of threads for a region: all or one, because libgomp restarts threads if the size of a team changes.
+inline int team(int64_t work, int num_threads) { return work < min_parallel_bytes.load() ? 1 : num_threads; }
 
 // What tasks on several threads throw: an exception may not leave its thread.
 class FirstError {
@@ -86,7 +86,7 @@ void parallel_for(int64_t num_tasks, int num_threads, const Task& task) {
   std::vector<std::thread> threads;
   try {
     for (int worker = 1; worker < num_threads; ++worker) threads.emplace_back(run, worker);
-  } catch (const std::system_error&) {  // those that there are do all
+  } catch (const std::system_error&) {  // the threads that did start do all tasks
   }
   run(0);
   for (std::thread& thread : threads) thread.join();

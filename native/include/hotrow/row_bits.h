@@ -14,7 +14,7 @@ class RowBits {
   explicit RowBits(int64_t num_rows) : words_(static_cast<std::size_t>(num_rows + 63) / 64) {}
 
   bool has(uint32_t row) const { return words_[row / 64] >> (row % 64) & 1; }
-  // A hint that a row will soon be asked for or added.
+  // Prefetches the bit of a row.
   void fetch(uint32_t row) const { __builtin_prefetch(&words_[row / 64]); }
   void add(uint32_t row) { words_[row / 64] |= uint64_t{1} << (row % 64); }
   void clear() { words_.assign(words_.size(), 0); }

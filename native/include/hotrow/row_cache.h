@@ -1,5 +1,5 @@
-// Which rows of a table lie in its slots: the map from ids to slots, and the moves between slots and store that keep it
-// true. The kernels see slots alone, so that no result can depend on what is decided here.
+// The map from the ids of a table to its slots, and the moves between slots and store that keep it true. Kernels see
+// only slots, so no result can depend on what is cached.
 //
 //   slots [0, pinned)                    rows [0, pinned), always
 //   slots [pinned, pinned + cached)      rows of the tail that were used most
@@ -8,8 +8,8 @@
 //
 // The arrays have address space for num_rows slots; only slots in use have memory.
 //
-// A row of the tail makes room for another when a clock's hand finds that it has no uses left and no batch uses it.
-// Each use (at most one a batch, 15 in all) makes the hand pass once more. A new row starts with none, so a row seen
+// Eviction is by CLOCK with counters: the hand skips rows of the tail that a batch uses, takes one use from any other,
+// and evicts a row that has none left. Each batch adds one use, up to 15. A new row starts with none, so a row seen
 // once leaves before one seen twice.
 #pragma once
 
@@ -69,7 +69,7 @@ struct Pins {
   std::vector<int32_t> slots;
 };
 
-// Calls of one cache come one at a time; different caches may work side by side.
+// Not thread-safe; different caches may be used in parallel.
 class RowCache {
  public:
   // Fills the pinned rows with their initial values. `slots` has a part for the weights, for split ones another for

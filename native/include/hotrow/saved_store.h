@@ -1,15 +1,15 @@
-// A store before another one, for a table that begins with rows which were saved: they stay in their files until they
-// are written to, so that a table of any size begins without a copy of it.
+// A store in front of another one, for a table that starts from saved rows. A row stays in its saved file until it is
+// written, so a table of any size starts without being copied.
 //
 //   slots  <- read -   lower, for rows that were written here; else the saved files
 //          - write ->  lower
 //
 // The files are those of a checkpoint (checkpoint_rows.py): links, each with the ids of its rows, rising, and the
-// values of each part of a record in the same order. If several links hold a row, the last one counts. Nothing is ever
-// written to them. They are held open, so their names may go meanwhile; their bytes must stay.
+// values of each part of a record in the same order. If several links hold a row, the last one counts. They are never
+// written to. They are kept open, so they may be unlinked meanwhile, but not changed.
 //
-// What is known of a link is where each row lies in it: nothing for 65,536 neighbours that are all there, 2 bytes a row
-// for up to 4,096 of them, 10 KiB for more. Beside that there is a bit for each row of the table.
+// The index of a link says where each row is in it. Per block of 65,536 rows it takes nothing if all of them are there,
+// 2 bytes per row for up to 4,096 of them, else 10 KiB. The table has one more bit per row.
 #pragma once
 
 #include <hotrow/row_bits.h>

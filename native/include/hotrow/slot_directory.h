@@ -1,14 +1,17 @@
-// Which rows of a collection's tables lie in which slots of a device. No row is moved here: the caller makes the moves
-// that `admit` asks for, in the order of the calls.
+// The map from rows of a collection's tables to slots of a device. It moves no row itself: the caller makes the moves
+// that `admit` returns, in the order of the calls. Calls come one at a time: there is no lock here, and the bindings
+// release the GIL.
 //
 //   slots [0, pinned) of a table                  rows [0, pinned), always
 //   slots [pinned, pinned + cached) of a table    rows that come and go
 //
-// A *place* is a row's number among those of all tables that come and go; slots are numbered through all tables too.
-// The hand of a clock goes round the cached slots of a table. A row makes room if it is in no batch and was not used
-// since the hand last passed. Of rows that come, those of smaller numbers get their slots first, so that what is
-// decided depends on the calls alone, and on no order of ids.
+// A *place* is the number of a row among the cacheable rows of all tables; slots are numbered through all tables too.
+// Eviction is by CLOCK over the cached slots of a table: a row can be evicted if no batch has it and it was not used
+// since the hand last passed. New rows get their slots in rising order, so that the outcome does not depend on the
+// order of a batch's ids.
 #pragma once
+
+#include <hotrow/types.h>
 
 #include <cstdint>
 #include <span>
@@ -25,12 +28,8 @@ class SlotDirectory {
   struct Sizes {
     int64_t num_rows, pinned, cached;  // pinned + cached <= num_rows, and below 2^31
   };
-  struct Ids {  // [first, last) of a batch's ids look rows up in `table`
-    size_t table;
-    int64_t first, last;
-  };
   // The different rows that a batch names, in the order of their tables.
-  struct Named {
+  struct BatchRows {
     std::vector<int64_t> pinned;   // slots
     std::vector<int64_t> passing;  // slots of rows that come and go
     std::vector<int64_t> coming;   // places of rows without a slot, rising
@@ -58,19 +57,19 @@ class SlotDirectory {
   // Finds the rows that a batch names, which stay as found until the next `admit`. False if an id is outside its table.
   // batch: in the order of the tables.
   template <class Id>
-  bool find(const Id* ids, std::span<const Ids> batch, Named& named);
+  bool find(const Id* ids, std::span<const TableSpan> batch, BatchRows& rows);
 
   // By table, how many slots are missing for these rows to lie here together; 0 or less if they can.
-  std::vector<int64_t> missing(const Named& named) const;
+  std::vector<int64_t> missing(const BatchRows& rows) const;
 
   // Whether these rows could lie here together if no other batch had any.
-  bool fits(const Named& named) const;
+  bool fits(const BatchRows& rows) const;
 
   // Gives every row a slot and pins it there; nothing may be missing. Afterwards no row is `coming`.
-  Moves admit(Named& named);
+  Moves admit(BatchRows& rows);
 
   // Unpins the rows of a batch that is over. updated: they have changed.
-  void release(const Named& named, bool updated);
+  void release(const BatchRows& rows, bool updated);
 
   // The rows that lie here, or (dirty) those that were updated since they came.
   Rows resident(bool dirty) const;
@@ -79,7 +78,7 @@ class SlotDirectory {
   void clear_dirty();
 
   // The rows at these places, whose slots are unknown.
-  Rows coming(const Named& named) const;
+  Rows coming(const BatchRows& rows) const;
 
   const std::vector<Counts>& counts() const { return counts_; }
   // By table, cached slots that hold no row of a batch.
@@ -104,7 +103,7 @@ class SlotDirectory {
 
   std::vector<Table> tables_;
   std::vector<Slot> slots_;
-  std::vector<int32_t> map_;    // by place: the slot of its table; kAbsent; inside `find` kNamed
+  std::vector<int32_t> map_;    // by place: the slot of its table; kAbsent; inside `find` kComing
   std::vector<int64_t> found_;  // scratch of `find`
   std::vector<Counts> counts_;
   uint32_t last_batch_ = 0;

@@ -1,10 +1,13 @@
 // The rows of one table behind a cache: a store takes records out of slots of fast memory and brings them back. It does
 // not know which rows exist: a row that was never written reads as zeros.
 //
-// Any thread may call. A read sees the writes of calls before it; a row must not be written while it is being read.
-// After an error of the medium a store does nothing more: every ticket and flush says so, and `failure` says why. A
-// call that throws std::bad_alloc may have lost rows half-way: whoever catches it calls `fail` (see `guarded`).
+// Any thread may call; callers check that rows are in [0, num_rows). A read sees the writes of calls before it; a row
+// must not be written while it is being read. After an error of the medium a store does nothing more: every ticket and
+// flush says so, and `failure` says why. A call that throws std::bad_alloc may have lost rows half-way: whoever catches
+// it calls `fail` (see `fail_store_on_throw`).
 #pragma once
+
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -23,8 +26,8 @@ namespace hotrow {
 
 inline constexpr int64_t kLineBytes = 64;  // of a cache line of the processor
 
-// Where the parts of a record are in fast memory: part p of slot s is at parts[p].base + s * parts[p].bytes. A record
-// consists of its parts, one after another (weights, low halves, optimizer states).
+// The slots of a table in fast memory: part p of slot s is at parts[p].base + s * parts[p].bytes. A record is the
+// concatenation of its parts (weights, low halves, optimizer states).
 struct Part {
   std::byte* base;
   int64_t bytes;
@@ -43,7 +46,7 @@ struct Slots {
       record += part.bytes;
     }
   }
-  // A hint that the slot will soon be gathered.
+  // Prefetches the slot for `gather`.
   void fetch(int64_t slot) const {
     for (const Part& part : parts) {
       for (int64_t at = 0; at < part.bytes; at += kLineBytes) __builtin_prefetch(part.base + slot * part.bytes + at);
@@ -62,7 +65,7 @@ struct Move {
   int64_t slot;
 };
 
-// Reads under way for one waiter, on any number of stores. It must live until it is finished.
+// Counts the pending reads of one waiter, on any number of stores. It must outlive them.
 class Ticket {
  public:
   void add(int64_t n) {
@@ -98,21 +101,21 @@ class Ticket {
   bool good_ = true;
 };
 
-// `count` reads that a ticket waits for. They fail unless they are done or handed on, even if an exception ends the
-// call that should have started them.
-class Asked {
+// Adds `count` reads to a ticket, and fails them at the end of the scope unless they were done or handed on: an
+// exception cannot leave the waiter hanging.
+class PendingReads {
  public:
-  Asked(Ticket& ticket, int64_t count) : ticket_(ticket), count_(count) { ticket_.add(count); }
-  Asked(const Asked&) = delete;
-  Asked& operator=(const Asked&) = delete;
-  ~Asked() {
+  PendingReads(Ticket& ticket, int64_t count) : ticket_(ticket), count_(count) { ticket_.add(count); }
+  PendingReads(const PendingReads&) = delete;
+  PendingReads& operator=(const PendingReads&) = delete;
+  ~PendingReads() {
     if (count_) ticket_.fail(count_);
   }
   void done() {
     ticket_.done(count_);
     count_ = 0;
   }
-  // Somebody else will tell the ticket about them.
+  // Their end will be reported to the ticket elsewhere.
   void hand_on() { count_ = 0; }
 
  private:
@@ -125,7 +128,8 @@ struct Failure {
   std::string what;
 };
 
-// Keeps the first failure for ever.
+// The first failure of a store, which stays for ever; and the process that opened it. A forked child lacks the threads
+// of its parent, and locks may be held for ever there.
 class FailureSlot {
  public:
   ~FailureSlot() {
@@ -146,18 +150,22 @@ class FailureSlot {
       first_.compare_exchange_strong(none, &kNoWords);
     }
   }
+  bool in_opening_process() const { return getpid() == process_; }
+  // The same; if it is not, that is the failure.
+  bool check_process(const std::string& table, const std::string& path = {}) {
+    if (in_opening_process()) return true;
+    const std::string where = path.empty() ? "'" : "' (" + path + ")";
+    set("table '" + table + where +
+        " was opened before this process was forked: use it in the process that opened it, "
+        "or start workers with multiprocessing's 'spawn'");
+    return false;
+  }
 
  private:
   static inline const Failure kNoWords{"a table lost rows, because there was no memory to move them"};
   std::atomic<const Failure*> first_{nullptr};
+  const pid_t process_ = getpid();
 };
-
-// The failure that every call in a forked child gives to a store that does its I/O in another process.
-inline std::string forked_text(const std::string& table, const std::string& path) {
-  return "table '" + table + "' (" + path +
-         ") was opened before this process was forked, and its I/O runs in the process that opened it: use the table "
-         "there, or start workers with multiprocessing's 'spawn'";
-}
 
 // Bytes of records that a store hands to the store below it at a time: malloc keeps blocks of this size for reuse, and
 // a queue can take them.
@@ -204,8 +212,8 @@ class Store {
   virtual void write(std::span<const Move> moves, const Slots& slots) = 0;
   // Blocks until everything written so far is on the medium (fdatasync); false if the store failed.
   virtual bool flush() = 0;
-  // Declares that the rows are not wanted any more, or that some are lost; why: what happened to the table, and the
-  // cure. I/Os under way end, nothing more is written, even when the store is destroyed, and every later call fails.
+  // Gives the rows up, because they are no longer wanted or some are lost; why: what happened to the table, and the
+  // cure. Pending I/Os complete, nothing more is written, even when the store is destroyed, and every later call fails.
   virtual void fail(const char* why) = 0;
   // Sticky; null while there is none.
   virtual const Failure* failure() const = 0;
@@ -218,9 +226,9 @@ inline constexpr const char* kNoMemory =
     "lost rows, because there was no memory to move them. Nothing was trained on wrong rows; give the process more "
     "memory or the tables less, then resume from the last checkpoint";
 
-// Returns the result of `call`, which moves rows of `store`; if it throws, the store fails.
+// Runs `call`, which moves rows of `store`. If it throws, fails the store and returns false.
 template <class Call>
-bool guarded(Store& store, const Call& call) {
+bool fail_store_on_throw(Store& store, const Call& call) {
   try {
     return call();
   } catch (const std::exception&) {

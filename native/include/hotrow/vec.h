@@ -248,6 +248,9 @@ template <Into kInto>
 
 // How many rows ahead of their use to prefetch: each row is one or more random reads. 16 to 64 are within 10 %.
 inline constexpr int64_t kRowsAhead = 32;
+// Keys in row order jump between gradients; those of the next row are not needed at once. Prefetched into L2 they take
+// 0.92 of the time of adaptive rules.
+inline constexpr int64_t kScatteredGradsAhead = 16;
 
 // v[k] + v[k + N / 2] for the first half of the lanes.
 template <int N>

@@ -297,7 +297,7 @@ class Tiers(Placement):
             (key, bound, init.zero_rows, births, table.embedding_dim, _STORAGES[weight.dtype]),
             states,
             store.native,
-            [_plain(array) for _, array in self.arrays_of(table)],
+            ops.native_module().Records([_plain(array) for _, array in self.arrays_of(table)]),
         )
 
     # ---- batches in flight

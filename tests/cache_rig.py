@@ -103,7 +103,7 @@ class Rig:
         first = (KEY, BOUND, ZERO_ROWS, (0, 0, 1, 0), shape.dim, shape.storage)
         self.natives.append(native)
         sizes = (shape.num_rows, shape.pinned, shape.cached)
-        self.caches.add(sizes, first, list(shape.states), native, self.arrays[t])
+        self.caches.add(sizes, first, list(shape.states), native, self.module.Records(self.arrays[t]))
 
     def on_medium(self, t: int) -> np.ndarray:
         """Every row as the store has it."""
