@@ -108,11 +108,31 @@ struct Members {
   int64_t hidden_floats() const { return samples * std::accumulate(widths.begin(), widths.end() - 1, int64_t{0}); }
 };
 
+using Drops = std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t, float>>;
+
+std::vector<Drop> drops_of(const Drops& given, size_t first, size_t count) {
+  std::vector<Drop> found;
+  for (size_t k = first; k < first + count; ++k)
+    found.push_back(std::apply([](auto... each) { return Drop{each...}; }, given[k]));
+  return found;
+}
+
+// x [M, B, W], multiplied in place by what each member's drop keeps.
+void bind_drop(Floats x, const Drops& drops) {
+  require(x.ndim() == 3 && x.shape(0) == drops.size(), "a drop for each member");
+  const std::vector<Drop> own = drops_of(drops, 0, drops.size());
+  nb::gil_scoped_release release;
+  for (size_t m = 0; m < own.size(); ++m)
+    drop(own[m], extent(x, 2), 0, extent(x, 1), x.data() + static_cast<int64_t>(m) * extent(x, 1) * extent(x, 2));
+}
+
 // parameters: weight and bias in turn. hidden: of all members, or 0 if nobody wants it.
 void bind_mlp(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vector<int64_t>& widths,
               const Addresses& parameters, uintptr_t x, uintptr_t hidden, uintptr_t out, bool last_relu,
-              int num_threads, std::optional<PackedWeights*> packed) {
+              const Drops& drops, int num_threads, std::optional<PackedWeights*> packed) {
   const Members all(shape, widths, parameters, 2);
+  const size_t dropped = drops.size() / static_cast<size_t>(std::max<int64_t>(1, all.count));
+  require(dropped <= widths.size(), "what layers drop, one member after another");
   nb::gil_scoped_release release;
   const KeptPages own(hidden ? 0 : static_cast<size_t>(all.hidden_floats()) * sizeof(float));
   for (int64_t m = 0; m < all.count; ++m) {
@@ -121,14 +141,14 @@ void bind_mlp(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vec
     std::vector<float*> outputs = all.hidden(hidden ? floats_at(hidden) + m * all.hidden_floats() : own.floats());
     outputs.push_back(floats_at(out) + m * all.samples * widths.back());
     mlp(all.layers(m, parameters, 2), biases, last_relu, floats_at(x) + m * all.samples * all.inputs, all.samples,
-        outputs, num_threads, packed.value_or(nullptr));
+        outputs, drops_of(drops, static_cast<size_t>(m) * dropped, dropped), num_threads, packed.value_or(nullptr));
   }
 }
 
 // gradients: of weight and bias in turn. grad_x: 0 if it is not wanted.
 void bind_mlp_backward(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vector<int64_t>& widths,
                        const Addresses& weights, uintptr_t x, uintptr_t hidden, uintptr_t grad,
-                       const Addresses& gradients, uintptr_t grad_x, int num_threads,
+                       const Addresses& gradients, uintptr_t grad_x, float scale, int num_threads,
                        std::optional<PackedWeights*> packed) {
   const Members all(shape, widths, weights, 1);
   require(gradients.size() == 2 * weights.size(), "gradients of each weight and bias");
@@ -147,7 +167,7 @@ void bind_mlp_backward(const std::tuple<int64_t, int64_t, int64_t>& shape, const
       wanted.push_back({floats_at(gradients[at]), floats_at(gradients[at + 1]), of_inputs[k]});
     }
     mlp_backward(all.layers(m, weights, 1), in, floats_at(grad) + m * all.samples * widths.back(), all.samples, wanted,
-                 num_threads, packed.value_or(nullptr));
+                 scale, num_threads, packed.value_or(nullptr));
   }
 }
 
@@ -207,6 +227,7 @@ void bind_dense(nb::module_& m) {
   define(m, "interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
+  define(m, "drop", bind_drop);
   define(m, "mlp", bind_mlp);
   define(m, "mlp_backward", bind_mlp_backward);
   define(m, "mlp_bf16", bind_mlp_bf16);

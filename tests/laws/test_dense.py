@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import Guarded, every_backend, running
 from torch import Tensor
 
 from hotrow.kernels import ops, reference
-from hotrow.kernels.types import Activation
+from hotrow.kernels.types import Activation, Drop
 from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
@@ -200,11 +201,11 @@ def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...
     for _, threads in every_backend():
         hidden, out = guarded([torch.empty(samples * sum(widths[1:-1])), torch.empty(samples, widths[-1])])
         to = hidden.tensor.data_ptr(), out.tensor.data_ptr()
-        native.mlp(shape, [*widths[1:]], addresses, x.data_ptr(), *to, True, threads, None)
+        native.mlp(shape, [*widths[1:]], addresses, x.data_ptr(), *to, True, [], threads, None)
         grads, (grad_x,) = guarded(parameters), guarded([x])
         given = x.data_ptr(), hidden.tensor.data_ptr(), grad.data_ptr()
         made = [own.tensor.data_ptr() for own in grads], grad_x.tensor.data_ptr()
-        native.mlp_backward(shape, [*widths[1:]], addresses[::2], *given, *made, threads, None)
+        native.mlp_backward(shape, [*widths[1:]], addresses[::2], *given, *made, 1.0, threads, None)
         for own in (hidden, out, *grads, grad_x):
             own.check()
             assert not own.tensor.isnan().any()
@@ -227,6 +228,30 @@ def test_a_row_has_the_bits_that_it_has_alone(widths: tuple[int, ...]) -> None:
                 for found, expected in zip((*own, kept), (whole, grad_x, whole), strict=True):
                     assert torch.equal(found.view(torch.int32), expected[part].view(torch.int32)), (isa, rows)
                 first += rows
+
+
+@looped("last", ["relu", "linear"])
+@looped("widths", [(17, 40, 16, 5), (6, 33, 1), (9, 20)])
+def test_layers_that_drop_have_the_bits_of_layers_with_dropout_between(
+    widths: tuple[int, ...], last: Activation
+) -> None:
+    x, weights, biases, grad = mlp_inputs(37, widths)
+    count = len(weights) if last == "relu" else len(weights) - 1
+    drops = [Drop(2**63 + 3, place, 5, 1000, 19661, float(1 / np.float32(0.7))) for place in range(count)]
+    y = x.clone().requires_grad_()
+    leaves = [own.clone().requires_grad_() for own in (*weights, *biases)]
+    own_weights, own_biases = leaves[: len(weights)], leaves[len(weights) :]
+    for _, threads in every_backend():
+        z = y
+        for weight, bias, drop in zip(own_weights, own_biases, drops, strict=False):
+            kept = reference.kept(drop, len(x), len(weight))
+            assert torch.equal(ops.kept([drop], len(x), len(weight))[0], kept)
+            z = ops.mlp(z, [weight], [bias], last="relu") * kept
+        z = z if last == "relu" else ops.mlp(z, own_weights[-1:], own_biases[-1:], last=last)
+        expected = z, *torch.autograd.grad(z, [y, *leaves], grad)
+        found = ops.mlps(y[None], [own_weights], [own_biases], last=last, drops=[drops] if drops else [])[0]
+        for own, other in zip((found, *torch.autograd.grad(found, [y, *leaves], grad)), expected, strict=True):
+            assert torch.equal(own, other), threads
 
 
 @looped("last", ["relu", "linear"])

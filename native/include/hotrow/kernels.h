@@ -77,7 +77,7 @@
 //   Summed in as many lanes as the set has, contracted if it has fma.
 // output_backward: for the same samples, g [B]:
 //     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
-//     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x may be null
+//     grad_x[b, :] = g[b] * w, or if `scale` is not 0: x <= 0 ? 0 : scale g[b] * w;  may be null
 #define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
   KERNEL(                                                                                                              \
       bool, lookup,                                                                                                    \
@@ -104,7 +104,7 @@
   KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))                                        \
   KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out))  \
   KERNEL(void, output_backward,                                                                                        \
-         (const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, int64_t first, int64_t last, \
+         (const float* x, const float* w, const float* g, int64_t num_inputs, float scale, int64_t first, int64_t last, \
           float* grad_weight, float* grad_x))
 
 namespace hotrow {

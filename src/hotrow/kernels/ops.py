@@ -32,6 +32,7 @@ from hotrow.kernels.types import (
     Activation,
     ComingSums,
     Distinct,
+    Drop,
     FlatSums,
     Layout,
     Numbers,
@@ -805,7 +806,8 @@ class weights_stay:  # noqa: N801  # a block, entered at every call of a server
         _packed.reset(self._token)
 
 
-How: TypeAlias = tuple[tuple[int, ...], list[int], Activation]
+How: TypeAlias = tuple[tuple[int, ...], list[int], Activation, Sequence[Drop]]
+"""x's shape [M, B, I], the widths of the layers, `last`, and what the layers of each member drop, one after another."""
 
 
 def _empty_like(own: Tensor) -> Tensor:
@@ -813,11 +815,11 @@ def _empty_like(own: Tensor) -> Tensor:
 
 
 class _MLP(torch.autograd.Function):
-    """As `_mlp_forward`; `how` is x's shape there, the widths and `last`. Keeps what the layers hand on."""
+    """As `_mlp_forward`. Keeps what the layers hand on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: How, *parameters: Tensor) -> Tensor:
-        shape, widths, last = how
+        shape, widths, last, _ = how
         hidden = empty(shape[0] * shape[1] * (sum(widths) - widths[-1]))
         out, ctx.packed = _mlp_forward(x, how, parameters, hidden.data_ptr())
         ctx.save_for_backward(x, hidden, out if last == "relu" else x, *parameters[::2])
@@ -831,13 +833,16 @@ class _MLP(torch.autograd.Function):
 
 
 def _mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x, hidden, out, *weights), (shape, widths, last) = ctx.saved_tensors, ctx.how
+    (x, hidden, out, *weights), (shape, widths, last, drops) = ctx.saved_tensors, ctx.how
+    scale = drops[0].scale if drops else 1.0
+    if len(drops) == len(weights):  # the last layer's outputs too
+        grad = grad * scale
     grad = torch.ops.aten.threshold_backward(grad, out, 0) if last == "relu" else grad.contiguous()
     grad_x = _empty_like(x) if ctx.needs_input_grad[0] else None
     grads = [own for weight in weights for own in (_empty_like(weight), torch.empty(weight.shape[0]))]
     inputs = [own.data_ptr() for own in weights], x.data_ptr(), hidden.data_ptr(), grad.data_ptr()
     outputs = [own.data_ptr() for own in grads], 0 if grad_x is None else grad_x.data_ptr()
-    _native().mlp_backward(shape, widths, *inputs, *outputs, torch.get_num_threads(), ctx.packed)
+    _native().mlp_backward(shape, widths, *inputs, *outputs, scale, torch.get_num_threads(), ctx.packed)
     return grad_x, None, *grads
 
 
@@ -848,10 +853,10 @@ def _mlp_forward(x: Tensor, how: How, parameters: Sequence[Tensor], hidden: int 
     """The layers of an MLP on x [1, B, I], or of M of them, each on its own x [M, B, I]; and the packed weights if they
     are kept. parameters: weight [O, I] and bias [O] in turn, all of one MLP before those of the next. hidden: where to
     write what the layers hand on, or 0."""
-    shape, widths, last = how
+    shape, widths, last, drops = how
     packed = None if (own := _packed.get()) is None else own.keep(parameters[::2])
     out, addresses = empty(*x.shape[:-1], widths[-1]), [parameter.data_ptr() for parameter in parameters]
-    outputs = hidden, out.data_ptr(), last == "relu"
+    outputs = hidden, out.data_ptr(), last == "relu", drops
     _native().mlp(shape, widths, addresses, x.data_ptr(), *outputs, torch.get_num_threads(), packed)
     return out, packed
 
@@ -905,22 +910,48 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
         return reference.mlp(x_BI, weights, biases, last=last)
     if _autocast(x_BI):
         return _BFloat16MLP.apply(x_BI.float(), last, *(own.float() for own in parameters))  # type: ignore[no-any-return, no-untyped-call]
-    return _mlp(x_BI.contiguous(), ((1, *x_BI.shape), widths, last), parameters)
+    return _mlp(x_BI.contiguous(), ((1, *x_BI.shape), widths, last, ()), parameters)
+
+
+def kept(drops: Sequence[Drop], num_samples: int, width: int) -> Tensor:
+    """Returns what each member's dropout multiplies each element by, 0 or its scale, [M, B, W] (`reference.kept`)."""
+    if _native() is None:
+        return torch.stack([reference.kept(drop, num_samples, width) for drop in drops])
+    out = torch.ones(len(drops), num_samples, width)
+    _native().drop(*_views(out), drops)
+    return out
 
 
 def mlps(
-    x_MBI: Tensor, weights: Sequence[Sequence[Tensor]], biases: Sequence[Sequence[Tensor]], *, last: Activation
+    x_MBI: Tensor,
+    weights: Sequence[Sequence[Tensor]],
+    biases: Sequence[Sequence[Tensor]],
+    *,
+    last: Activation,
+    drops: Sequence[Sequence[Drop]] = (),
 ) -> Tensor:
     """Returns the `mlp` of each of M members on its own x, [M, B, O], as one operation of autograd.
 
-    Members have layers of the same widths; the bits of each are those of its `mlp` alone.
+    Members have layers of the same widths; the bits of each are those of its `mlp` alone. drops: of each member, what
+    the outputs of its layers are multiplied by before they go on: of all layers, or of all but the last, and the same
+    share of each.
     """
     if _left_to_torch(x_MBI) or _autocast(x_MBI):
-        each = zip(x_MBI, weights, biases, strict=True)
+        for k, own in enumerate(zip(*drops, strict=True)):
+            x_MBI = mlps(x_MBI, *([[of[k]] for of in each] for each in (weights, biases)), last="relu")
+            x_MBI = x_MBI * kept(own, *x_MBI.shape[1:]).to(x_MBI.device)
+        dropped = len(drops[0]) if drops else 0
+        if dropped == len(weights[0]):
+            return x_MBI
+        each = zip(x_MBI, *([own[dropped:] for own in of] for of in (weights, biases)), strict=True)
         return torch.stack([mlp(x_BI, *layers, last=last) for x_BI, *layers in each])
     each_layers = [_layers(x_MBI, *layers) for layers in zip(weights, biases, strict=True)]
     parameters = [own for layers, _ in each_layers for own in layers]
-    return _mlp(x_MBI.contiguous(), (tuple(x_MBI.shape), each_layers[0][1], last), parameters)
+    return _mlp(
+        x_MBI.contiguous(),
+        (tuple(x_MBI.shape), each_layers[0][1], last, [own for of in drops for own in of]),
+        parameters,
+    )
 
 
 def _layers(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
