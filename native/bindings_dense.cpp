@@ -17,7 +17,10 @@ namespace {
 
 struct InteractShape {
   int64_t samples, features, dim;
-  int64_t width() const { return dim + features * (features + 1) / 2; }
+  bool has_width(int64_t width) const {
+    const int64_t narrow = dim + features * (features + 1) / 2;
+    return width == narrow || width == narrow + features * dim;
+  }
 };
 
 InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled) {
@@ -28,19 +31,23 @@ InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled
 
 void bind_interact(ConstFloats dense, ConstFloats pooled, Matrix<float> out, int num_threads) {
   const InteractShape shape = interact_shape(dense, pooled);
-  require(extent(out, 0) == shape.samples && extent(out, 1) == shape.width(), "out must be [B, D + (F + 1) F / 2]");
+  require(extent(out, 0) == shape.samples && shape.has_width(extent(out, 1)),
+          "out must be [B, D + (F + 1) F / 2], or F D wider");
   nb::gil_scoped_release release;
-  interact(dense.data(), pooled.data(), shape.samples, shape.features, shape.dim, out.data(), num_threads);
+  interact(dense.data(), pooled.data(), shape.samples, shape.features, shape.dim, out.data(), extent(out, 1),
+           num_threads);
 }
 
-void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats pooled, Floats grad_dense,
-                            Floats grad_pooled, int num_threads) {
+void bind_interact_backward(Matrix<const float> grad, std::optional<Matrix<const float>> grad_first, ConstFloats dense,
+                            ConstFloats pooled, Floats grad_dense, Floats grad_pooled, int num_threads) {
   const InteractShape shape = interact_shape(dense, pooled);
-  require(size(grad) == shape.samples * shape.width(), "grad must be [B, D + (F + 1) F / 2]");
+  require(extent(grad, 0) == shape.samples && shape.has_width(extent(grad, 1)), "grad must be as interact's out");
+  require(!grad_first || size(*grad_first) == shape.samples * shape.features, "grad_first must be [B, F]");
   require(size(grad_dense) == size(dense) && size(grad_pooled) == size(pooled), "gradients differ from their inputs");
   nb::gil_scoped_release release;
-  interact_backward(grad.data(), dense.data(), pooled.data(), shape.samples, shape.features, shape.dim,
-                    grad_dense.data(), grad_pooled.data(), num_threads);
+  interact_backward(grad.data(), extent(grad, 1), grad_first ? grad_first->data() : nullptr, dense.data(),
+                    pooled.data(), shape.samples, shape.features, shape.dim, grad_dense.data(), grad_pooled.data(),
+                    num_threads);
 }
 
 using Matrices = std::vector<ConstFloats>;
@@ -124,6 +131,17 @@ void bind_drop(Floats x, const Drops& drops) {
   nb::gil_scoped_release release;
   for (size_t m = 0; m < own.size(); ++m)
     drop(own[m], extent(x, 2), 0, extent(x, 1), x.data() + static_cast<int64_t>(m) * extent(x, 1) * extent(x, 2));
+}
+
+void bind_move_member_rows(const std::tuple<int64_t, int64_t, int64_t, int64_t>& shape, const Drops& drops,
+                           ConstFloats from, bool apart, Floats to, int num_threads) {
+  const auto own = std::apply([](auto... each) { return MemberRows{each...}; }, shape);
+  require(size(from) == own.members * own.samples * own.features * own.dim && size(to) == size(from),
+          "as many rows from and to");
+  require(drops.empty() || static_cast<int64_t>(drops.size()) == own.members, "a drop for each member");
+  const std::vector<Drop> all = drops_of(drops, 0, drops.size());
+  nb::gil_scoped_release release;
+  move_member_rows(own, all, from.data(), apart, to.data(), num_threads);
 }
 
 // parameters: weight and bias in turn. hidden: of all members, or 0 if nobody wants it.
@@ -228,6 +246,7 @@ void bind_dense(nb::module_& m) {
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
   define(m, "drop", bind_drop);
+  define(m, "move_member_rows", bind_move_member_rows);
   define(m, "mlp", bind_mlp);
   define(m, "mlp_backward", bind_mlp_backward);
   define(m, "mlp_bf16", bind_mlp_bf16);

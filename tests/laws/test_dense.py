@@ -54,6 +54,30 @@ def test_interaction_against_float64_bmm(samples: int, features: int, dim: int) 
         check()
 
 
+@looped("drops", [[], [Drop(9, place, 5, 1000, 19661, 1.25) for place in range(3)]])
+@looped(("samples", "features", "dim"), SHAPES + BEYOND_CACHES[:1])
+def test_what_stands_beside_the_products_has_the_bits_of_torch(
+    samples: int, features: int, dim: int, drops: list[Drop]
+) -> None:
+    """The members' rows, their first columns, and the rows behind the products, forward and backward."""
+    dense, pooled, grad = interaction_inputs(samples, features, dim)
+    pooled = torch.stack([pooled, pooled + 1, pooled - 1], dim=2).requires_grad_()
+    dense = torch.cat([dense, dense + 1, dense - 1]).requires_grad_()
+    grad = torch.cat([grad, grad + 1, grad - 1])
+    kept = torch.stack([reference.kept(own, samples, features) for own in drops])[..., None] if drops else 1
+    behind, first = torch.randn(3 * samples, features * dim), torch.randn(3 * samples, features)
+    for _, threads in every_backend():
+        rows = (pooled.permute(2, 0, 1, 3) * kept).flatten(0, 1)
+        out = torch.cat([ops.dot_interaction(dense, rows), rows.flatten(1)], dim=1)
+        given = [out, rows[:, :, 0]], [torch.cat([grad, behind], dim=1), first]
+        expected = *given[0], *torch.autograd.grad(given[0], [dense, pooled], given[1])
+        own = ops.member_rows(pooled, drops).flatten(0, 1)
+        found = ops.interactions(dense, own, concatenated=True)
+        found = *found, *torch.autograd.grad(found, [dense, pooled], given[1])
+        for each, other in zip(found, expected, strict=True):
+            assert torch.equal(each, other), threads
+
+
 @needs_native
 def test_interaction_does_not_depend_on_the_thread_count() -> None:
     dense, pooled, grad = interaction_inputs(200, 26, 16)
@@ -91,7 +115,7 @@ def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int,
     for _, threads in every_backend():
         out, grad_dense, grad_pooled = (Guarded(torch.full_like(x, float("nan"))) for x in (grad, dense, pooled))
         native.interact(dense, pooled, out.tensor, threads)
-        native.interact_backward(grad, dense, pooled, grad_dense.tensor, grad_pooled.tensor, threads)
+        native.interact_backward(grad, None, dense, pooled, grad_dense.tensor, grad_pooled.tensor, threads)
         for guarded in (out, grad_dense, grad_pooled):
             guarded.check()
             assert not guarded.tensor.isnan().any()

@@ -57,10 +57,12 @@
 // for float16). low: the lower halves of split storage, else null.
 //
 // interact: samples [first, last); T = [dense; pooled] is [F + 1, D]
-//     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats)
+//     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats), then pooled[b] if rows
+//     of out, `stride` floats apart, have room for it
 //   Each sum over D runs upward in as many lanes as the set likes, which are then added; contracted if it has fma.
 // interact_backward: Z the triangle of grad, symmetric with a zero diagonal:
-//     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row
+//     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row and, if they are there, the gradient
+//     of out's pooled[b] and grad_first[b] [F], of the first element of each row (both added up before, null or not)
 //   scratch: interact_scratch_floats(F, D), with no meaning before or after. streamed: grad_pooled bypasses the caches
 //   when written; it and F * D are then multiples of a cache line.
 //
@@ -94,10 +96,10 @@
   KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                         \
   KERNEL(void, interact,                                                                                               \
          (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \
-          float* out, float* scratch))                                                                                 \
+          float* out, int64_t stride, float* scratch))                                                                                 \
   KERNEL(void, interact_backward,                                                                                      \
-         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,               \
-          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch, bool streamed))          \
+         (const float* grad, int64_t stride, const float* grad_first, const float* dense, const float* pooled,         \
+          int64_t num_features, int64_t dim, int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch, bool streamed))          \
   KERNEL(void, pack_panels,                                                                                            \
          (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to))  \
   KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))   \

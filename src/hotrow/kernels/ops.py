@@ -697,28 +697,39 @@ def uniform_rows(
 
 
 class _Interaction(torch.autograd.Function):
+    """As `interactions`, by the native kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+        dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
+        ctx.save_for_backward(dense_BD, pooled_BFD)
+        ctx.set_materialize_grads(False)
+        B, F, D = pooled_BFD.shape
+        out = empty(B, D + (F + 1) * F // 2 + (F * D if concatenated else 0))
+        _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
+        return out, pooled_BFD[:, :, 0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_BF: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        dense_BD, pooled_BFD = ctx.saved_tensors
+        grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
+        given = grad.contiguous(), None if grad_BF is None else grad_BF.contiguous(), dense_BD, pooled_BFD
+        _native().interact_backward(*_views(*given, *grads), torch.get_num_threads())
+        return *grads, None
+
+
+class _TritonInteraction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
         dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
         ctx.save_for_backward(dense_BD, pooled_BFD)
-        ctx.by_triton = _by_triton(dense_BD)
-        if ctx.by_triton:
-            return triton_ops("products of vectors").interact(dense_BD, pooled_BFD)  # type: ignore[no-any-return]
-        B, F, D = pooled_BFD.shape
-        out = empty(B, D + (F + 1) * F // 2)
-        _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
-        return out
+        return triton_ops("products of vectors").interact(dense_BD, pooled_BFD)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        dense_BD, pooled_BFD = ctx.saved_tensors
-        if ctx.by_triton:
-            kernels = triton_ops("products of vectors")
-            return kernels.interact_backward(grad.contiguous(), dense_BD, pooled_BFD)  # type: ignore[no-any-return]
-        grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
-        _native().interact_backward(*_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads())
-        return grads
+        return triton_ops("products of vectors").interact_backward(grad.contiguous(), *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
 def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
@@ -729,6 +740,14 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     GPU without Triton.
     Raises ValueError if shapes or dtypes do not fit.
     """
+    return interactions(dense_BD, pooled_BFD)[0]
+
+
+def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = False) -> tuple[Tensor, Tensor]:
+    """The `dot_interaction`, and the first column of the pooled rows, [B, F], as one operation of autograd.
+
+    concatenated: whether the pooled rows themselves stand behind the products.
+    """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
     wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
     if not fits or not wide:
@@ -736,9 +755,41 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if _left_to_torch(dense_BD) and not _by_triton(dense_BD):
-        return reference.interact(dense_BD, pooled_BFD)
-    return _Interaction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-any-return, no-untyped-call]
+    if not _left_to_torch(dense_BD):
+        return _Interaction.apply(dense_BD.float(), pooled_BFD.float(), concatenated)  # type: ignore[no-any-return, no-untyped-call]
+    if _by_triton(dense_BD):
+        out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
+    else:
+        out = reference.interact(dense_BD, pooled_BFD)
+    return torch.cat([out, pooled_BFD.flatten(1)], dim=1) if concatenated else out, pooled_BFD[:, :, 0]
+
+
+class _MemberRows(torch.autograd.Function):
+    """pooled [B, F, M, D] -> [M, B, F, D], or with `apart` False back, multiplied on the way by what `drops` keep."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, drops: Sequence[Drop], apart: bool) -> Tensor:  # noqa: FBT001
+        first, second, third, dim = rows.shape
+        members, samples, features = (third, first, second) if apart else (first, second, third)
+        ctx.drops, ctx.apart = drops, apart
+        out = empty(*((members, samples, features) if apart else (samples, features, members)), dim)
+        shape = members, samples, features, dim
+        source, target = _views(rows.detach().contiguous(), out)
+        _native().move_member_rows(shape, drops, source, apart, target, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _MemberRows.apply(grad, ctx.drops, not ctx.apart), None, None  # type: ignore[no-untyped-call]
+
+
+def member_rows(pooled_BFMD: Tensor, drops: Sequence[Drop]) -> Tensor:
+    """The pooled rows of each member, [M, B, F, D]. drops: which of its rows each member leaves out; may be empty."""
+    if not _left_to_torch(pooled_BFMD):
+        return _MemberRows.apply(pooled_BFMD.float(), drops, True)  # type: ignore[no-any-return, no-untyped-call]  # noqa: FBT003
+    rows_MBFD = pooled_BFMD.permute(2, 0, 1, 3).contiguous()
+    return rows_MBFD * kept(drops, *rows_MBFD.shape[1:3]).to(rows_MBFD.device)[..., None] if drops else rows_MBFD
 
 
 def _autocast(values: Tensor) -> bool:

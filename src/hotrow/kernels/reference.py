@@ -526,7 +526,7 @@ def kept(drop: Drop, num_samples: int, width: int) -> Tensor:
     blocks = -(-width // 16)
     counter, key = [drop.sample * blocks, 0, drop.step, 0], [drop.seed, drop.place]
     bits = np.random.Philox(counter=np.array(counter, np.uint64), key=np.array(key, np.uint64))
-    numbers = bits.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, -1)[:, :width]
+    numbers = bits.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, blocks * 16)[:, :width]
     return torch.from_numpy(np.where(numbers < drop.limit, np.float32(0), np.float32(drop.scale)))
 
 

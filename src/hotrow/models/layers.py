@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hotrow.kernels.ops import dot_interaction as dot_interaction  # models import it, and the next one, from here
+from hotrow.kernels.ops import dot_interaction as dot_interaction  # models import it, and others, from here
+from hotrow.kernels.ops import interactions as interactions
 from hotrow.kernels.ops import kept, mlp, mlps
+from hotrow.kernels.ops import member_rows as member_rows
 from hotrow.kernels.ops import product as product
 from hotrow.kernels.tree import SERIAL
 from hotrow.kernels.types import Activation, Drop
