@@ -1,5 +1,6 @@
 // The dense ops as Python functions; see bindings_ops.cpp for the rules.
 #include <hotrow/dense.h>
+#include <hotrow/finite.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -86,6 +87,14 @@ std::vector<const float*> biases_of(const std::vector<Layer>& layers, const Matr
 using Addresses = std::vector<uintptr_t>;
 
 float* floats_at(uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+bool bind_all_finite(const Addresses& values, const std::vector<int64_t>& sizes, int num_threads) {
+  require(values.size() == sizes.size(), "a size for each address");
+  nb::gil_scoped_release release;
+  for (size_t k = 0; k < sizes.size(); ++k)
+    if (first_nonfinite(floats_at(values[k]), 1, sizes[k], sizes[k], num_threads) >= 0) return false;
+  return true;
+}
 
 struct Members {
   int64_t count, samples, inputs;
@@ -245,6 +254,7 @@ void bind_dense(nb::module_& m) {
   define(m, "interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
+  define(m, "all_finite", bind_all_finite);
   define(m, "drop", bind_drop);
   define(m, "move_member_rows", bind_move_member_rows);
   define(m, "mlp", bind_mlp);
