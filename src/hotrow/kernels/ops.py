@@ -700,13 +700,9 @@ class _Interaction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-        dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
         ctx.save_for_backward(dense_BD, pooled_BFD)
         ctx.set_materialize_grads(False)
-        B, F, D = pooled_BFD.shape
-        out = empty(B, D + (F + 1) * F // 2 + (F * D if concatenated else 0))
-        _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
-        return out, pooled_BFD[:, :, 0].clone()
+        return _interact(dense_BD.detach(), pooled_BFD.detach(), concatenated), pooled_BFD[:, :, 0].clone()
 
     @staticmethod
     @once_differentiable
@@ -716,6 +712,13 @@ class _Interaction(torch.autograd.Function):
         given = grad.contiguous(), None if grad_BF is None else grad_BF.contiguous(), dense_BD, pooled_BFD
         _native().interact_backward(*_views(*given, *grads), torch.get_num_threads())
         return *grads, None
+
+
+def _interact(dense_BD: Tensor, pooled_BFD: Tensor, concatenated: bool) -> Tensor:  # noqa: FBT001
+    B, F, D = pooled_BFD.shape
+    out = empty(B, D + (F + 1) * F // 2 + (F * D if concatenated else 0))
+    _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
+    return out
 
 
 class _TritonInteraction(torch.autograd.Function):
@@ -755,7 +758,10 @@ def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = F
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
     if not _left_to_torch(dense_BD):
-        return _Interaction.apply(dense_BD.float(), pooled_BFD.float(), concatenated)  # type: ignore[no-any-return, no-untyped-call]
+        dense_BD, pooled_BFD = dense_BD.float().contiguous(), pooled_BFD.float().contiguous()
+        if torch.is_grad_enabled() and (dense_BD.requires_grad or pooled_BFD.requires_grad):
+            return _Interaction.apply(dense_BD, pooled_BFD, concatenated)  # type: ignore[no-any-return, no-untyped-call]
+        return _interact(dense_BD.detach(), pooled_BFD.detach(), concatenated), pooled_BFD[:, :, 0]
     if _by_triton(dense_BD):
         out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
     else:
