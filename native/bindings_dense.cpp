@@ -133,24 +133,14 @@ std::vector<Drop> drops_of(const Drops& given, size_t first, size_t count) {
   return found;
 }
 
-// x [M, B, W], multiplied in place by what each member's drop keeps.
-void bind_drop(Floats x, const Drops& drops) {
-  require(x.ndim() == 3 && x.shape(0) == drops.size(), "a drop for each member");
+// Of `apart`, [M, B, F, D], and `together`, [B, F, M, D], one is written.
+void bind_move_member_rows(Floats apart, Floats together, bool to_apart, const Drops& drops, int num_threads) {
+  require(apart.ndim() == 4 && size(apart) == size(together), "rows [M, B, F, D] and [B, F, M, D]");
+  require(drops.empty() || drops.size() == apart.shape(0), "a drop for each member");
+  const MemberRows rows{extent(apart, 0), extent(apart, 1), extent(apart, 2), extent(apart, 3)};
   const std::vector<Drop> own = drops_of(drops, 0, drops.size());
   nb::gil_scoped_release release;
-  for (size_t m = 0; m < own.size(); ++m)
-    drop(own[m], extent(x, 2), 0, extent(x, 1), x.data() + static_cast<int64_t>(m) * extent(x, 1) * extent(x, 2));
-}
-
-void bind_move_member_rows(const std::tuple<int64_t, int64_t, int64_t, int64_t>& shape, const Drops& drops,
-                           ConstFloats from, bool apart, Floats to, int num_threads) {
-  const auto own = std::apply([](auto... each) { return MemberRows{each...}; }, shape);
-  require(size(from) == own.members * own.samples * own.features * own.dim && size(to) == size(from),
-          "as many rows from and to");
-  require(drops.empty() || static_cast<int64_t>(drops.size()) == own.members, "a drop for each member");
-  const std::vector<Drop> all = drops_of(drops, 0, drops.size());
-  nb::gil_scoped_release release;
-  move_member_rows(own, all, from.data(), apart, to.data(), num_threads);
+  move_member_rows(rows, own, apart.data(), together.data(), to_apart, num_threads);
 }
 
 // parameters: weight and bias in turn. hidden: of all members, or 0 if nobody wants it.
@@ -255,7 +245,6 @@ void bind_dense(nb::module_& m) {
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
   define(m, "all_finite", bind_all_finite);
-  define(m, "drop", bind_drop);
   define(m, "move_member_rows", bind_move_member_rows);
   define(m, "mlp", bind_mlp);
   define(m, "mlp_backward", bind_mlp_backward);

@@ -31,8 +31,9 @@ void interact(const float* dense, const float* pooled, int64_t num_samples, int6
   });
 }
 
-void interact_backward(const float* grad, int64_t stride, const float* grad_first, const float* dense, const float* pooled, int64_t num_samples,
-                       int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads) {
+void interact_backward(const float* grad, int64_t stride, const float* grad_first, const float* dense,
+                       const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim, float* grad_dense,
+                       float* grad_pooled, int num_threads) {
   const Kernels& set = kernels();
   const int64_t width = num_features * dim;
   const bool streamed = num_samples * width > kStreamedFloats && on_whole_lines(grad_pooled, width);
@@ -42,8 +43,8 @@ void interact_backward(const float* grad, int64_t stride, const float* grad_firs
   });
 }
 
-void move_member_rows(const MemberRows& shape, const std::vector<Drop>& drops, const float* from, bool apart, float* to,
-                      int num_threads) {
+void move_member_rows(const MemberRows& shape, const std::vector<Drop>& drops, float* apart, float* together,
+                      bool to_apart, int num_threads) {
   const auto [members, samples, features, dim] = shape;
   constexpr int64_t kSamples = 16;
   num_threads = team(members * samples * features * dim * static_cast<int64_t>(2 * sizeof(float)), num_threads);
@@ -52,20 +53,15 @@ void move_member_rows(const MemberRows& shape, const std::vector<Drop>& drops, c
     std::vector<float> factors(static_cast<size_t>((last - first) * features));
     for (int64_t m = 0; m < members; ++m) {
       std::fill(factors.begin(), factors.end(), 1.0f);
-      if (!drops.empty()) {
-        Drop own = drops[static_cast<size_t>(m)];
-        own.sample += static_cast<uint64_t>(first);
-        drop(own, features, 0, last - first, factors.data());
-      }
+      if (!drops.empty()) drop(drops[static_cast<size_t>(m)], features, first, last, factors.data() - first * features);
       for (int64_t row = first * features; row < last * features; ++row) {
+        float *own = apart + (m * samples * features + row) * dim, *other = together + (row * members + m) * dim;
+        if (to_apart) std::swap(own, other);
         const float factor = factors[static_cast<size_t>(row - first * features)];
-        const int64_t together = (row * members + m) * dim, own = (m * samples * features + row) * dim;
-        const float* source = from + (apart ? together : own);
-        float* target = to + (apart ? own : together);
         int64_t d = 0;
         for (; d + 4 <= dim; d += 4)
-          for (int64_t e = d; e < d + 4; ++e) target[e] = source[e] * factor;
-        for (; d < dim; ++d) target[d] = source[d] * factor;
+          for (int64_t e = d; e < d + 4; ++e) other[e] = own[e] * factor;
+        for (; d < dim; ++d) other[d] = own[d] * factor;
       }
     }
   });

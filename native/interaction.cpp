@@ -154,8 +154,9 @@ inline void dot_columns(const Vectors& vectors, float* columns, float* triangle)
   }
 }
 
-// Rows [top, top + kRows) of Z T, and their part of the rows before them, in kParts vectors of kLong columns. Each pair's
-// gradient is read once and serves both of its rows: out_i += z_ij T_j, out_j += z_ij T_i. `triangle` holds z by rows.
+// Rows [top, top + kRows) of Z T, and their part of the rows before them, in kParts vectors of kLong columns. Each
+// pair's gradient is read once and serves both of its rows: out_i += z_ij T_j, out_j += z_ij T_i. `triangle` holds z by
+// rows.
 template <int kRows, int kParts, int kLong>
 inline void add_pairs(const float* triangle, const float* vectors, int64_t top, int64_t stride, float* out) {
   Vec<kLong> own[kRows][kParts], sum[kRows][kParts] = {};
@@ -262,7 +263,8 @@ void interact_backward(const float* grad, int64_t grad_stride, const float* grad
                        const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,
                        float* grad_dense, float* grad_pooled, float* scratch, bool streamed) {
   constexpr int kShort = kLanes == 16 ? 8 : kLanes;  // two short vectors take as long as a long one
-  const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim, dim <= kShort ? kShort : kLanes);
+  const int64_t n = num_features + 1, pairs = num_features * n / 2,
+                stride = round_up(dim, dim <= kShort ? kShort : kLanes);
   const bool in_lines = streamed && dim % kFloatsPerLine == 0;
   float* vectors = scratch;
   float* product = vectors + n * stride;
@@ -290,7 +292,8 @@ void interact_backward(const float* grad, int64_t grad_stride, const float* grad
       for (; k < j + width; k += kShort)
         multiply_symmetric<1, kShort>(grad_row + dim, vectors + k, n, stride, product + k);
       if (!in_lines) continue;
-      add_beside(product + stride + j, stride, beside ? beside + j : nullptr, dim, width, j == 0 ? first_row : nullptr, num_features);
+      add_beside(product + stride + j, stride, beside ? beside + j : nullptr, dim, width, j == 0 ? first_row : nullptr,
+                 num_features);
       for (int64_t i = 1; i < n; ++i) copy_streamed(product + i * stride + j, width, put + (i - 1) * dim + j);
     }
     for (int64_t d = 0; d < dim; ++d) grad_dense[b * dim + d] = product[d] + grad_row[d];

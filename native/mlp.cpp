@@ -116,9 +116,17 @@ void inputs_backward(const std::vector<LayerBackward>& backwards, int64_t num_sa
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     for (size_t k = 0; k < weights.size(); ++k) {
       const auto& [layer, x, g, scale, gradients] = backwards[k];
-      Product product{
-          g,     layer.num_outputs,  panels[k], 0, layer.num_outputs, layer.num_inputs, gradients.x, false, nullptr,
-          false, scale == 0.0f ? nullptr : x};
+      Product product{g,
+                      layer.num_outputs,
+                      panels[k],
+                      0,
+                      layer.num_outputs,
+                      layer.num_inputs,
+                      gradients.x,
+                      false,
+                      nullptr,
+                      false,
+                      scale == 0.0f ? nullptr : x};
       product.scale = scale;
       if (few) product.b = layer.weight, product.b_stride = layer.num_inputs;
       multiply_rows(product, first, last);

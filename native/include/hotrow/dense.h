@@ -17,16 +17,17 @@ namespace hotrow {
 // stride: floats of a row of out, or of grad, with pooled or without it. grad_first: or null.
 void interact(const float* dense, const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim,
               float* out, int64_t stride, int num_threads);
-void interact_backward(const float* grad, int64_t stride, const float* grad_first, const float* dense, const float* pooled, int64_t num_samples,
-                       int64_t num_features, int64_t dim, float* grad_dense, float* grad_pooled, int num_threads);
+void interact_backward(const float* grad, int64_t stride, const float* grad_first, const float* dense,
+                       const float* pooled, int64_t num_samples, int64_t num_features, int64_t dim, float* grad_dense,
+                       float* grad_pooled, int num_threads);
 
-// Rows of several members: together [B, F, M, D], apart [M, B, F, D], and on the way in either direction multiplied by
-// what each member's drop, if there are any, says of a row [B, F].
+// Copies rows of several members from `together`, [B, F, M, D], to `apart`, [M, B, F, D], or back, and multiplies them
+// by what each member's drop, if there are any, keeps of a sample's rows, [B, F].
 struct MemberRows {
   int64_t members, samples, features, dim;
 };
-void move_member_rows(const MemberRows& shape, const std::vector<Drop>& drops, const float* from, bool apart, float* to,
-                      int num_threads);
+void move_member_rows(const MemberRows& shape, const std::vector<Drop>& drops, float* apart, float* together,
+                      bool to_apart, int num_threads);
 
 // One layer of an MLP: I inputs, O outputs.
 struct Layer {

@@ -80,34 +80,35 @@
 // output_backward: for the same samples, g [B]:
 //     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
 //     grad_x[b, :] = g[b] * w, or if `scale` is not 0: x <= 0 ? 0 : scale g[b] * w;  may be null
-#define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
-  KERNEL(                                                                                                              \
-      bool, lookup,                                                                                                    \
-      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))   \
-  KERNEL(bool, weight_gradient,                                                                                        \
-         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,         \
-          float* out))                                                                                                 \
-  KERNEL(void, update,                                                                                                 \
-         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
-  KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))                \
-  KERNEL(void, fill_uniform,                                                                                           \
-         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,          \
-          int64_t zero_rows, float* out))                                                                              \
-  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                         \
-  KERNEL(void, interact,                                                                                               \
-         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \
-          float* out, int64_t stride, float* scratch))                                                                                 \
-  KERNEL(void, interact_backward,                                                                                      \
-         (const float* grad, int64_t stride, const float* grad_first, const float* dense, const float* pooled,         \
-          int64_t num_features, int64_t dim, int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch, bool streamed))          \
-  KERNEL(void, pack_panels,                                                                                            \
-         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to))  \
-  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))   \
-  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))                                        \
-  KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out))  \
-  KERNEL(void, output_backward,                                                                                        \
-         (const float* x, const float* w, const float* g, int64_t num_inputs, float scale, int64_t first, int64_t last, \
-          float* grad_weight, float* grad_x))
+#define HOTROW_KERNEL_LIST(KERNEL)                                                                                    \
+  KERNEL(                                                                                                             \
+      bool, lookup,                                                                                                   \
+      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))  \
+  KERNEL(bool, weight_gradient,                                                                                       \
+         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,        \
+          float* out))                                                                                                \
+  KERNEL(void, update,                                                                                                \
+         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch)) \
+  KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))               \
+  KERNEL(void, fill_uniform,                                                                                          \
+         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,         \
+          int64_t zero_rows, float* out))                                                                             \
+  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                        \
+  KERNEL(void, interact,                                                                                              \
+         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,    \
+          float* out, int64_t stride, float* scratch))                                                                \
+  KERNEL(void, interact_backward,                                                                                     \
+         (const float* grad, int64_t stride, const float* grad_first, const float* dense, const float* pooled,        \
+          int64_t num_features, int64_t dim, int64_t first, int64_t last, float* grad_dense, float* grad_pooled,      \
+          float* scratch, bool streamed))                                                                             \
+  KERNEL(void, pack_panels,                                                                                           \
+         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to)) \
+  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))  \
+  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))                                       \
+  KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out)) \
+  KERNEL(void, output_backward,                                                                                       \
+         (const float* x, const float* w, const float* g, int64_t num_inputs, float scale, int64_t first,             \
+          int64_t last, float* grad_weight, float* grad_x))
 
 namespace hotrow {
 

@@ -770,29 +770,30 @@ def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = F
 
 
 class _MemberRows(torch.autograd.Function):
-    """pooled [B, F, M, D] -> [M, B, F, D], or with `apart` False back, multiplied on the way by what `drops` keep."""
+    """[B, F, M, D] -> [M, B, F, D], multiplied on the way by what `drops` keep."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, drops: Sequence[Drop], apart: bool) -> Tensor:  # noqa: FBT001
-        first, second, third, dim = rows.shape
-        members, samples, features = (third, first, second) if apart else (first, second, third)
-        ctx.drops, ctx.apart = drops, apart
-        out = empty(*((members, samples, features) if apart else (samples, features, members)), dim)
-        shape = members, samples, features, dim
-        source, target = _views(rows.detach().contiguous(), out)
-        _native().move_member_rows(shape, drops, source, apart, target, torch.get_num_threads())
-        return out
+    def forward(ctx: Any, together: Tensor, drops: Sequence[Drop]) -> Tensor:
+        ctx.drops, (B, F, M, D) = drops, together.shape
+        apart = empty(M, B, F, D)
+        views = _views(apart, together.detach().contiguous())
+        _native().move_member_rows(*views, True, drops, torch.get_num_threads())  # noqa: FBT003
+        return apart
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _MemberRows.apply(grad, ctx.drops, not ctx.apart), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        M, B, F, D = grad.shape
+        together = empty(B, F, M, D)
+        views = _views(grad.contiguous(), together)
+        _native().move_member_rows(*views, False, ctx.drops, torch.get_num_threads())  # noqa: FBT003
+        return together, None
 
 
 def member_rows(pooled_BFMD: Tensor, drops: Sequence[Drop]) -> Tensor:
     """The pooled rows of each member, [M, B, F, D]. drops: which of its rows each member leaves out; may be empty."""
     if not _left_to_torch(pooled_BFMD):
-        return _MemberRows.apply(pooled_BFMD.float(), drops, True)  # type: ignore[no-any-return, no-untyped-call]  # noqa: FBT003
+        return _MemberRows.apply(pooled_BFMD.float(), drops)  # type: ignore[no-any-return, no-untyped-call]
     rows_MBFD = pooled_BFMD.permute(2, 0, 1, 3).contiguous()
     return rows_MBFD * kept(drops, *rows_MBFD.shape[1:3]).to(rows_MBFD.device)[..., None] if drops else rows_MBFD
 
@@ -973,9 +974,7 @@ def kept(drops: Sequence[Drop], num_samples: int, width: int) -> Tensor:
     """Returns what each member's dropout multiplies each element by, 0 or its scale, [M, B, W] (`reference.kept`)."""
     if _native() is None:
         return torch.stack([reference.kept(drop, num_samples, width) for drop in drops])
-    out = torch.ones(len(drops), num_samples, width)
-    _native().drop(*_views(out), drops)
-    return out
+    return member_rows(torch.ones(num_samples, width, len(drops), 1), drops)[..., 0]
 
 
 def mlps(

@@ -58,13 +58,13 @@ class Network(nn.Module):
         `sample` in the batch of all ranks. Elsewhere nothing is dropped."""
         self.is_drawing = True
         for place, module in enumerate(self._dropouts):
-            module.moment = (place, step, sample)
+            module.__dict__["moment"] = place, step, sample  # nn.Module's own setting takes twenty times as long
         try:
             yield
         finally:
             self.is_drawing = False
             for module in self._dropouts:
-                module.moment = None
+                module.__dict__["moment"] = None
 
     @cached_property
     def _dropouts(self) -> list[Dropout]:
