@@ -34,12 +34,8 @@ inline void drop(const Drop& own, int64_t width, int64_t first, int64_t last, fl
       float factors[16];
       std::memcpy(numbers, words, sizeof numbers);
       for (int k = 0; k < 16; ++k) factors[k] = numbers[k] < own.limit ? 0.0f : own.scale;
-      float* at = x + b * width + j;
-      if (width - j >= 16) {
-        for (int k = 0; k < 16; ++k) at[k] *= factors[k];
-      } else {
-        for (int64_t k = 0; k < width - j; ++k) at[k] *= factors[k];
-      }
+      const int64_t count = width - j < 16 ? width - j : 16;
+      for (int64_t k = 0; k < count; ++k) x[b * width + j + k] *= factors[k];
     }
   }
 }
