@@ -1,5 +1,6 @@
 // The dense ops as Python functions; see bindings_ops.cpp for the rules.
 #include <hotrow/dense.h>
+#include <hotrow/finite.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -17,7 +18,10 @@ namespace {
 
 struct InteractShape {
   int64_t samples, features, dim;
-  int64_t width() const { return dim + features * (features + 1) / 2; }
+  bool has_width(int64_t width) const {
+    const int64_t narrow = dim + features * (features + 1) / 2;
+    return width == narrow || width == narrow + features * dim;
+  }
 };
 
 InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled) {
@@ -28,19 +32,23 @@ InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled
 
 void bind_interact(ConstFloats dense, ConstFloats pooled, Matrix<float> out, int num_threads) {
   const InteractShape shape = interact_shape(dense, pooled);
-  require(extent(out, 0) == shape.samples && extent(out, 1) == shape.width(), "out must be [B, D + (F + 1) F / 2]");
+  require(extent(out, 0) == shape.samples && shape.has_width(extent(out, 1)),
+          "out must be [B, D + (F + 1) F / 2], or F D wider");
   nb::gil_scoped_release release;
-  interact(dense.data(), pooled.data(), shape.samples, shape.features, shape.dim, out.data(), num_threads);
+  interact(dense.data(), pooled.data(), shape.samples, shape.features, shape.dim, out.data(), extent(out, 1),
+           num_threads);
 }
 
-void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats pooled, Floats grad_dense,
-                            Floats grad_pooled, int num_threads) {
+void bind_interact_backward(Matrix<const float> grad, std::optional<Matrix<const float>> grad_first, ConstFloats dense,
+                            ConstFloats pooled, Floats grad_dense, Floats grad_pooled, int num_threads) {
   const InteractShape shape = interact_shape(dense, pooled);
-  require(size(grad) == shape.samples * shape.width(), "grad must be [B, D + (F + 1) F / 2]");
+  require(extent(grad, 0) == shape.samples && shape.has_width(extent(grad, 1)), "grad must be as interact's out");
+  require(!grad_first || size(*grad_first) == shape.samples * shape.features, "grad_first must be [B, F]");
   require(size(grad_dense) == size(dense) && size(grad_pooled) == size(pooled), "gradients differ from their inputs");
   nb::gil_scoped_release release;
-  interact_backward(grad.data(), dense.data(), pooled.data(), shape.samples, shape.features, shape.dim,
-                    grad_dense.data(), grad_pooled.data(), num_threads);
+  interact_backward(grad.data(), extent(grad, 1), grad_first ? grad_first->data() : nullptr, dense.data(),
+                    pooled.data(), shape.samples, shape.features, shape.dim, grad_dense.data(), grad_pooled.data(),
+                    num_threads);
 }
 
 using Matrices = std::vector<ConstFloats>;
@@ -80,6 +88,14 @@ using Addresses = std::vector<uintptr_t>;
 
 float* floats_at(uintptr_t address) { return reinterpret_cast<float*>(address); }
 
+bool bind_all_finite(const Addresses& values, const std::vector<int64_t>& sizes, int num_threads) {
+  require(values.size() == sizes.size(), "a size for each address");
+  nb::gil_scoped_release release;
+  for (size_t k = 0; k < sizes.size(); ++k)
+    if (first_nonfinite(floats_at(values[k]), 1, sizes[k], sizes[k], num_threads) >= 0) return false;
+  return true;
+}
+
 struct Members {
   int64_t count, samples, inputs;
   std::vector<int64_t> widths;  // of layers
@@ -108,11 +124,32 @@ struct Members {
   int64_t hidden_floats() const { return samples * std::accumulate(widths.begin(), widths.end() - 1, int64_t{0}); }
 };
 
+using Drops = std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t, float>>;
+
+std::vector<Drop> drops_of(const Drops& given, size_t first, size_t count) {
+  std::vector<Drop> found;
+  for (size_t k = first; k < first + count; ++k)
+    found.push_back(std::apply([](auto... each) { return Drop{each...}; }, given[k]));
+  return found;
+}
+
+// Of `apart`, [M, B, F, D], and `together`, [B, F, M, D], one is written.
+void bind_move_member_rows(Floats apart, Floats together, bool to_apart, const Drops& drops, int num_threads) {
+  require(apart.ndim() == 4 && size(apart) == size(together), "rows [M, B, F, D] and [B, F, M, D]");
+  require(drops.empty() || drops.size() == apart.shape(0), "a drop for each member");
+  const MemberRows rows{extent(apart, 0), extent(apart, 1), extent(apart, 2), extent(apart, 3)};
+  const std::vector<Drop> own = drops_of(drops, 0, drops.size());
+  nb::gil_scoped_release release;
+  move_member_rows(rows, own, apart.data(), together.data(), to_apart, num_threads);
+}
+
 // parameters: weight and bias in turn. hidden: of all members, or 0 if nobody wants it.
 void bind_mlp(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vector<int64_t>& widths,
               const Addresses& parameters, uintptr_t x, uintptr_t hidden, uintptr_t out, bool last_relu,
-              int num_threads, std::optional<PackedWeights*> packed) {
+              const Drops& drops, int num_threads, std::optional<PackedWeights*> packed) {
   const Members all(shape, widths, parameters, 2);
+  const size_t dropped = drops.size() / static_cast<size_t>(std::max<int64_t>(1, all.count));
+  require(dropped <= widths.size(), "what layers drop, one member after another");
   nb::gil_scoped_release release;
   const KeptPages own(hidden ? 0 : static_cast<size_t>(all.hidden_floats()) * sizeof(float));
   for (int64_t m = 0; m < all.count; ++m) {
@@ -121,14 +158,14 @@ void bind_mlp(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vec
     std::vector<float*> outputs = all.hidden(hidden ? floats_at(hidden) + m * all.hidden_floats() : own.floats());
     outputs.push_back(floats_at(out) + m * all.samples * widths.back());
     mlp(all.layers(m, parameters, 2), biases, last_relu, floats_at(x) + m * all.samples * all.inputs, all.samples,
-        outputs, num_threads, packed.value_or(nullptr));
+        outputs, drops_of(drops, static_cast<size_t>(m) * dropped, dropped), num_threads, packed.value_or(nullptr));
   }
 }
 
 // gradients: of weight and bias in turn. grad_x: 0 if it is not wanted.
 void bind_mlp_backward(const std::tuple<int64_t, int64_t, int64_t>& shape, const std::vector<int64_t>& widths,
                        const Addresses& weights, uintptr_t x, uintptr_t hidden, uintptr_t grad,
-                       const Addresses& gradients, uintptr_t grad_x, int num_threads,
+                       const Addresses& gradients, uintptr_t grad_x, float scale, int num_threads,
                        std::optional<PackedWeights*> packed) {
   const Members all(shape, widths, weights, 1);
   require(gradients.size() == 2 * weights.size(), "gradients of each weight and bias");
@@ -147,7 +184,7 @@ void bind_mlp_backward(const std::tuple<int64_t, int64_t, int64_t>& shape, const
       wanted.push_back({floats_at(gradients[at]), floats_at(gradients[at + 1]), of_inputs[k]});
     }
     mlp_backward(all.layers(m, weights, 1), in, floats_at(grad) + m * all.samples * widths.back(), all.samples, wanted,
-                 num_threads, packed.value_or(nullptr));
+                 scale, num_threads, packed.value_or(nullptr));
   }
 }
 
@@ -207,6 +244,8 @@ void bind_dense(nb::module_& m) {
   define(m, "interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
   m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
+  define(m, "all_finite", bind_all_finite);
+  define(m, "move_member_rows", bind_move_member_rows);
   define(m, "mlp", bind_mlp);
   define(m, "mlp_backward", bind_mlp_backward);
   define(m, "mlp_bf16", bind_mlp_bf16);

@@ -118,30 +118,67 @@ inline void dot_triangle(const Vectors& vectors, float* triangle) {
   }
 }
 
-// Rows [top, top + kRows) of Z T, and their part of the rows before them, in kParts vectors of columns. Each pair's
-// gradient is read once and serves both of its rows: out_i += z_ij T_j, out_j += z_ij T_i. `triangle` holds z by rows.
-template <int kRows, int kParts>
+// As dot_triangle, to the bit, for vectors of kDepth floats: 16 columns of T^t stay in registers, and the eight sums of
+// each product are added in add_lanes' order, which needs no lane of another vector.
+template <int kDepth>
+inline void dot_columns(const Vectors& vectors, float* columns, float* triangle) {
+  const int64_t wide = round_up(vectors.num, kLanes), end = vectors.num * (vectors.num - 1) / 2;
+  const float* rows[4];
+  for (int64_t i = 0; i < vectors.num; i += 4) {
+    vectors.four(i, rows);
+    for (int64_t k = 0; k < kDepth; k += 4) {
+      float* put = columns + k * wide + i;
+      store_transposed(load<4>(rows[0] + k), load<4>(rows[1] + k), load<4>(rows[2] + k), load<4>(rows[3] + k), put,
+                       put + wide, put + 2 * wide, put + 3 * wide);
+    }
+  }
+  for (int64_t j = wide - kLanes; j >= 0; j -= kLanes) {  // downward: what is stored beyond a row is its neighbour's
+    Vec<kLanes> column[kDepth];
+#pragma GCC unroll 16
+    for (int k = 0; k < kDepth; ++k) column[k] = load<kLanes>(columns + k * wide + j);
+    for (int64_t i = j + 1; i < vectors.num; ++i) {
+      const float* row = vectors[i];
+      Vec<kLanes> sum[8] = {};
+#pragma GCC unroll 16
+      for (int k = 0; k < kDepth; ++k) sum[k % 8] += row[k] * column[k];
+      const Vec<kLanes> total = ((sum[0] + sum[2]) + (sum[1] + sum[3])) + ((sum[4] + sum[6]) + (sum[5] + sum[7]));
+      const int64_t at = i * (i - 1) / 2 + j;
+      if (at + kLanes <= end) {
+        store<kLanes>(triangle + at, total);
+      } else {
+        float own[kLanes];
+        store<kLanes>(own, total);
+        copy(own, i - j < kLanes ? i - j : kLanes, triangle + at);
+      }
+    }
+  }
+}
+
+// Rows [top, top + kRows) of Z T, and their part of the rows before them, in kParts vectors of kLong columns. Each
+// pair's gradient is read once and serves both of its rows: out_i += z_ij T_j, out_j += z_ij T_i. `triangle` holds z by
+// rows.
+template <int kRows, int kParts, int kLong>
 inline void add_pairs(const float* triangle, const float* vectors, int64_t top, int64_t stride, float* out) {
-  Vec<kLanes> own[kRows][kParts], sum[kRows][kParts] = {};
+  Vec<kLong> own[kRows][kParts], sum[kRows][kParts] = {};
   const float* z[kRows];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
     z[r] = triangle + (top + r) * (top + r - 1) / 2;
 #pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) own[r][p] = load<kLanes>(vectors + (top + r) * stride + p * kLanes);
+    for (int p = 0; p < kParts; ++p) own[r][p] = load<kLong>(vectors + (top + r) * stride + p * kLong);
   }
   for (int64_t j = 0; j < top; ++j) {
 #pragma GCC unroll 2
     for (int p = 0; p < kParts; ++p) {
-      const int64_t at = j * stride + p * kLanes;
-      const Vec<kLanes> other = load<kLanes>(vectors + at);
-      Vec<kLanes> before = load<kLanes>(out + at);
+      const int64_t at = j * stride + p * kLong;
+      const Vec<kLong> other = load<kLong>(vectors + at);
+      Vec<kLong> before = load<kLong>(out + at);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         sum[r][p] += z[r][j] * other;
         before += z[r][j] * own[r][p];
       }
-      store<kLanes>(out + at, before);
+      store<kLong>(out + at, before);
     }
   }
 #pragma GCC unroll 4
@@ -158,20 +195,35 @@ inline void add_pairs(const float* triangle, const float* vectors, int64_t top, 
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) store<kLanes>(out + (top + r) * stride + p * kLanes, sum[r][p]);
+    for (int p = 0; p < kParts; ++p) store<kLong>(out + (top + r) * stride + p * kLong, sum[r][p]);
   }
 }
 
-// out = Z T for n rows of `vectors`, stride a multiple of kLanes; all of out is written.
-template <int kParts>
+// out = Z T for n rows of `vectors`, stride a multiple of kLong; all of out is written.
+template <int kParts, int kLong = kLanes>
 inline void multiply_symmetric(const float* triangle, const float* vectors, int64_t n, int64_t stride, float* out) {
   int64_t top = 0;
-  for (; top + 4 <= n; top += 4) add_pairs<4, kParts>(triangle, vectors, top, stride, out);
-  for (; top < n; ++top) add_pairs<1, kParts>(triangle, vectors, top, stride, out);
+  for (; top + 4 <= n; top += 4) add_pairs<4, kParts, kLong>(triangle, vectors, top, stride, out);
+  for (; top < n; ++top) add_pairs<1, kParts, kLong>(triangle, vectors, top, stride, out);
 }
 
 inline void copy_streamed(const float* from, int64_t count, float* to) {
   for (int64_t j = 0; j < count; j += kLanes) stream(to + j, load<kLanes>(from + j));
+}
+
+// Adds to `width` columns of a product's rows what else their gradient is made of: its pooled columns in grad, and to
+// the first one `first`, if they are not null; both are added up before.
+inline void add_beside(float* product, int64_t stride, const float* beside, int64_t dim, int64_t width,
+                       const float* first, int64_t num_rows) {
+  for (int64_t i = 0; i < num_rows; ++i) {
+    float *row = product + i * stride, before = row[0];
+    if (beside)
+      for_pieces(width, [&](auto lanes, int64_t d) {
+        constexpr int N = lanes.count;
+        store<N>(row + d, load<N>(row + d) + load<N>(beside + i * dim + d));
+      });
+    if (first) row[0] = before + (beside ? first[i] + beside[i * dim] : first[i]);
+  }
 }
 
 // Of `count` floats that are read next, the share that the line at column j has of `columns`. Read at once, they would
@@ -184,30 +236,43 @@ inline void copy_streamed(const float* from, int64_t count, float* to) {
 }  // namespace
 
 void interact(const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,
-              float* out, float* scratch) {
+              float* out, int64_t out_stride, float* scratch) {
   const int64_t n = num_features + 1, pairs = num_features * n / 2, depth = round_up(dim, kWidth);
+  float* columns = scratch + n * depth;
   clear(scratch, n * depth);
   for (int64_t b = first; b < last; ++b) {
+    float* put = out + b * out_stride;
     Vectors vectors{dense + b * dim, pooled + b * num_features * dim, n, dim};
-    copy(vectors.dense, dim, out + b * (dim + pairs));
+    copy(vectors.dense, dim, put);
+    if (out_stride > dim + pairs) copy(vectors.pooled, num_features * dim, put + dim + pairs);
     if (dim != depth) {
       for (int64_t i = 0; i < n; ++i) copy(vectors[i], dim, scratch + i * depth);
       vectors = {scratch, scratch + depth, n, depth};
     }
-    dot_triangle(vectors, out + b * (dim + pairs) + dim);
+    if (kLanes == 16 && depth == 8) {
+      dot_columns<8>(vectors, columns, put + dim);
+    } else if (kLanes == 16 && depth == 16) {
+      dot_columns<16>(vectors, columns, put + dim);
+    } else {
+      dot_triangle(vectors, put + dim);
+    }
   }
 }
 
-void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,
-                       int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch,
-                       bool streamed) {
-  const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim, kLanes);
+void interact_backward(const float* grad, int64_t grad_stride, const float* grad_first, const float* dense,
+                       const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,
+                       float* grad_dense, float* grad_pooled, float* scratch, bool streamed) {
+  constexpr int kShort = kLanes == 16 ? 8 : kLanes;  // two short vectors take as long as a long one
+  const int64_t n = num_features + 1, pairs = num_features * n / 2,
+                stride = round_up(dim, dim <= kShort ? kShort : kLanes);
   const bool in_lines = streamed && dim % kFloatsPerLine == 0;
   float* vectors = scratch;
   float* product = vectors + n * stride;
   clear(vectors, n * stride);
   for (int64_t b = first; b < last; ++b) {
-    const float* grad_row = grad + b * (dim + pairs);
+    const float* grad_row = grad + b * grad_stride;
+    const float* beside = grad_stride > dim + pairs ? grad_row + dim + pairs : nullptr;
+    const float* first_row = grad_first ? grad_first + b * num_features : nullptr;
     float* put = grad_pooled + b * num_features * dim;
     copy(dense + b * dim, dim, vectors);
     for (int64_t i = 1; i < n; ++i) copy(pooled + (b * num_features + i - 1) * dim, dim, vectors + i * stride);
@@ -217,18 +282,28 @@ void interact_backward(const float* grad, const float* dense, const float* poole
       width = in_lines ? kFloatsPerLine : stride - j < kColumns ? stride - j : kColumns;
       if (in_lines && b + 1 < last) {
         fetch_part(pooled + (b + 1) * num_features * dim, num_features * dim, j, stride);
-        fetch_part(grad_row + dim + pairs, dim + pairs, j, stride);
+        fetch_part(grad_row + grad_stride, dim + pairs, j, stride);
       }
       int64_t k = j;
       for (; k + 2 * kLanes <= j + width; k += 2 * kLanes)
         multiply_symmetric<2>(grad_row + dim, vectors + k, n, stride, product + k);
-      for (; k < j + width; k += kLanes) multiply_symmetric<1>(grad_row + dim, vectors + k, n, stride, product + k);
+      for (; k + kLanes <= j + width; k += kLanes)
+        multiply_symmetric<1>(grad_row + dim, vectors + k, n, stride, product + k);
+      for (; k < j + width; k += kShort)
+        multiply_symmetric<1, kShort>(grad_row + dim, vectors + k, n, stride, product + k);
       if (!in_lines) continue;
+      add_beside(product + stride + j, stride, beside ? beside + j : nullptr, dim, width, j == 0 ? first_row : nullptr,
+                 num_features);
       for (int64_t i = 1; i < n; ++i) copy_streamed(product + i * stride + j, width, put + (i - 1) * dim + j);
     }
     for (int64_t d = 0; d < dim; ++d) grad_dense[b * dim + d] = product[d] + grad_row[d];
     if (in_lines) continue;
-    for (int64_t i = 1; i < n; ++i) copy(product + i * stride, dim, put + (i - 1) * dim);
+    add_beside(product + stride, stride, beside, dim, dim, first_row, num_features);
+    if (stride == dim) {
+      copy(product + stride, num_features * dim, put);
+    } else {
+      for (int64_t i = 1; i < n; ++i) copy(product + i * stride, dim, put + (i - 1) * dim);
+    }
   }
   if (streamed) finish_streams();
 }

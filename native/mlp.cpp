@@ -73,7 +73,7 @@ void output(const Layer& layer, const float* x, float bias, bool relu, float* y,
 
 // A layer of one output. Each task sums the weight's gradient over its own samples, whatever the number of threads; the
 // sums are added in the order of the samples.
-void output_backward(const Layer& layer, int64_t num_samples, const float* x, const float* g, bool gated,
+void output_backward(const Layer& layer, int64_t num_samples, const float* x, const float* g, float scale,
                      const LayerGradients& gradients, int num_threads) {
   const int64_t num_inputs = layer.num_inputs;
   const int64_t num_tasks = (num_samples + kSamplesPerSum - 1) / kSamplesPerSum;
@@ -83,7 +83,7 @@ void output_backward(const Layer& layer, int64_t num_samples, const float* x, co
     const int64_t first = task * kSamplesPerSum, last = std::min(num_samples, first + kSamplesPerSum);
     float* own = sums.floats() + task * stride;
     std::fill(own, own + num_inputs, 0.0f);
-    kernels().output_backward(x, layer.weight, g, num_inputs, gated, first, last, own, gradients.x);
+    kernels().output_backward(x, layer.weight, g, num_inputs, scale, first, last, own, gradients.x);
   });
   std::fill(gradients.weight, gradients.weight + num_inputs, 0.0f);
   for (int64_t task = 0; task < num_tasks; ++task) {
@@ -95,30 +95,39 @@ void output_backward(const Layer& layer, int64_t num_samples, const float* x, co
 }
 
 // One layer in a backward pass: x is its input, g the gradient of its output.
-struct Passage {
+struct LayerBackward {
   Layer layer;
   const float* x;
   const float* g;
-  bool gated;
+  float scale;  // 0 for the first layer, whose x no ReLU has made
   LayerGradients gradients;
 };
 
 // The gradients of the inputs of consecutive layers, the last layer first.
-void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads,
+void inputs_backward(const std::vector<LayerBackward>& backwards, int64_t num_samples, int num_threads,
                      PackedWeights* packed) {
   const bool few = !packed && num_samples <= kFewBackward;
-  std::vector<View> weights;
-  for (const Passage& p : passages) {
+  std::vector<UnpackedMatrix> weights;
+  for (const LayerBackward& p : backwards) {
     if (p.gradients.x)
       weights.push_back({p.layer.weight, few ? 0 : p.layer.num_outputs, p.layer.num_inputs, p.layer.num_inputs, 1});
   }
   const Panels panels(weights, num_threads, packed);
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     for (size_t k = 0; k < weights.size(); ++k) {
-      const auto& [layer, x, g, gated, gradients] = passages[k];
-      Product product{
-          g,     layer.num_outputs,  panels[k], 0, layer.num_outputs, layer.num_inputs, gradients.x, false, nullptr,
-          false, gated ? x : nullptr};
+      const auto& [layer, x, g, scale, gradients] = backwards[k];
+      Product product{g,
+                      layer.num_outputs,
+                      panels[k],
+                      0,
+                      layer.num_outputs,
+                      layer.num_inputs,
+                      gradients.x,
+                      false,
+                      nullptr,
+                      false,
+                      scale == 0.0f ? nullptr : x};
+      product.scale = scale;
       if (few) product.b = layer.weight, product.b_stride = layer.num_inputs;
       multiply_rows(product, first, last);
     }
@@ -126,8 +135,8 @@ void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, 
 }
 
 // Rows [first, last) of a weight's gradient g^T x and of a bias': g^T is packed stretch by stretch into `tiles`.
-void weight_backward(const Passage& passage, int64_t num_samples, int64_t first, int64_t last, float* tiles) {
-  const auto& [layer, x, g, gated, gradients] = passage;
+void weight_backward(const LayerBackward& own, int64_t num_samples, int64_t first, int64_t last, float* tiles) {
+  const auto& [layer, x, g, scale, gradients] = own;
   const Product whole{nullptr, 0,       x,     layer.num_inputs, num_samples, layer.num_inputs, gradients.weight,
                       false,   nullptr, false, nullptr};
   std::fill(gradients.bias + first, gradients.bias + last, 0.0f);
@@ -141,26 +150,27 @@ void weight_backward(const Passage& passage, int64_t num_samples, int64_t first,
   }
 }
 
-void weights_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads) {
+void weights_backward(const std::vector<LayerBackward>& backwards, int64_t num_samples, int num_threads) {
   std::vector<Layer> layers;
-  for (const Passage& passage : passages) layers.push_back(passage.layer);
+  for (const LayerBackward& own : backwards) layers.push_back(own.layer);
   const std::vector<Range> tasks = divide_outputs(layers, num_threads);
   const int64_t most_rows = longest(tasks);
   const KeptPages tiles = floats(num_threads * most_rows * kMostDepth);
   parallel_for<Denormals::flushed>(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
-    const auto [passage, first, last] = tasks[static_cast<size_t>(index)];
-    weight_backward(passages[passage], num_samples, first, last, tiles.floats() + worker * most_rows * kMostDepth);
+    const auto [layer, first, last] = tasks[static_cast<size_t>(index)];
+    weight_backward(backwards[layer], num_samples, first, last, tiles.floats() + worker * most_rows * kMostDepth);
   });
 }
 
 }  // namespace
 
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
-         int64_t num_samples, const std::vector<float*>& outputs, int num_threads, PackedWeights* packed) {
+         int64_t num_samples, const std::vector<float*>& outputs, const std::vector<Drop>& drops, int num_threads,
+         PackedWeights* packed) {
   const DenormalMode mode(Denormals::flushed);
   num_threads = team_of(layers, num_samples, num_threads);
   const bool few = !packed && num_samples <= kFewForward;
-  std::vector<View> weights;  // empty for a layer of one output, which needs none
+  std::vector<UnpackedMatrix> weights;  // empty for a layer of one output, which needs none
   for (const Layer& layer : layers)
     weights.push_back(
         {layer.weight, few || layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
@@ -183,26 +193,27 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
       const bool relu = last_relu || k + 1 < layers.size();
       if (layer.num_outputs == 1) {
         output(layer, in, *biases[k], relu, outputs[k], first, last);
-        continue;
+      } else {
+        Product product{in,    layer.num_inputs, panels[k], 0,      layer.num_inputs, layer.num_outputs, outputs[k],
+                        false, biases[k],        relu,      nullptr};
+        if (few) product.b = layer.weight, product.b_stride = layer.num_inputs, product.transposed = true;
+        if (k == 0 && shared) {
+          product.start = start.floats();
+          product.first = shared;
+        }
+        multiply_rows(product, first, last);
       }
-      Product product{in,    layer.num_inputs, panels[k], 0,      layer.num_inputs, layer.num_outputs, outputs[k],
-                      false, biases[k],        relu,      nullptr};
-      if (few) product.b = layer.weight, product.b_stride = layer.num_inputs, product.transposed = true;
-      if (k == 0 && shared) {
-        product.start = start.floats();
-        product.first = shared;
-      }
-      multiply_rows(product, first, last);
+      if (k < drops.size()) drop(drops[k], layer.num_outputs, first, last, outputs[k]);
     }
   });
 }
 
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
-                  int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
+                  int64_t num_samples, const std::vector<LayerGradients>& gradients, float scale, int num_threads,
                   PackedWeights* packed) {
   const DenormalMode mode(Denormals::flushed);
   num_threads = team_of(layers, num_samples, num_threads);
-  std::vector<Passage> chain, all;
+  std::vector<LayerBackward> chain, all;
   const auto pass_chain = [&] {
     inputs_backward(chain, num_samples, num_threads, packed);
     chain.clear();
@@ -210,10 +221,10 @@ void mlp_backward(const std::vector<Layer>& layers, const std::vector<const floa
   for (size_t k = layers.size(); k-- > 0; g = gradients[k].x) {
     if (layers[k].num_outputs == 1) {
       pass_chain();
-      output_backward(layers[k], num_samples, inputs[k], g, k > 0, gradients[k], num_threads);
+      output_backward(layers[k], num_samples, inputs[k], g, k > 0 ? scale : 0.0f, gradients[k], num_threads);
       continue;
     }
-    chain.push_back({layers[k], inputs[k], g, k > 0, gradients[k]});
+    chain.push_back({layers[k], inputs[k], g, k > 0 ? scale : 0.0f, gradients[k]});
     all.push_back(chain.back());
   }
   pass_chain();

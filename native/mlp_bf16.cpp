@@ -83,7 +83,7 @@ void mlp_bf16(const std::vector<Layer>& layers, const std::vector<const float*>&
               int64_t num_samples, const std::vector<Pair*>& inputs, float* out, int num_threads,
               PackedWeights* packed) {
   num_threads = team_of(layers, num_samples, num_threads);
-  std::vector<View> weights;
+  std::vector<UnpackedMatrix> weights;
   for (const Layer& layer : layers)
     weights.push_back({layer.weight, layer.num_inputs, layer.num_outputs, 1, layer.num_inputs, true});
   const Panels panels(weights, num_threads, packed);
@@ -114,7 +114,7 @@ void mlp_bf16_backward(const std::vector<Layer>& layers, const std::vector<const
   num_threads = team_of(layers, num_samples, num_threads);
   const OutputGradients grads(layers, num_samples);
   float* grad_x = gradients[0].x;
-  std::vector<View> weights;  // empty for the first layer if the gradient of x is not wanted
+  std::vector<UnpackedMatrix> weights;  // empty for the first layer if the gradient of x is not wanted
   for (size_t k = 0; k < layers.size(); ++k) {
     const auto& [weight, num_inputs, num_outputs] = layers[k];
     weights.push_back({weight, num_outputs, k == 0 && !grad_x ? 0 : num_inputs, num_inputs, 1, true});

@@ -28,13 +28,13 @@ inline void dots(const float* x, const float* w, int64_t num_inputs, float* out)
 }
 
 template <class Value>
-inline Value gated_by(Value x, Value grad) {
-  return x <= 0.0f ? Value{} : grad;
+inline Value gated_by(Value x, Value grad, float scale) {
+  return x <= 0.0f ? Value{} : grad * scale;
 }
 
 // For each column of kSamples rows: adds to the weight's gradient, and computes x's if it is wanted.
 template <int kSamples>
-inline void grads(const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, float* grad_weight,
+inline void grads(const float* x, const float* w, const float* g, int64_t num_inputs, float scale, float* grad_weight,
                   float* grad_x) {
   const auto column = [&]<class Value>(int64_t j, const auto& read, const auto& write, Value sum) {
     const Value weight = read(w + j);
@@ -44,7 +44,7 @@ inline void grads(const float* x, const float* w, const float* g, int64_t num_in
       sum += g[s] * here;
       if (!grad_x) continue;
       const Value grad = g[s] * weight;
-      write(grad_x + s * num_inputs + j, gated ? gated_by(here, grad) : grad);
+      write(grad_x + s * num_inputs + j, scale == 0.0f ? grad : gated_by(here, grad, scale));
     }
     write(grad_weight + j, sum);
   };
@@ -63,13 +63,13 @@ void output(const float* x, const float* w, int64_t num_inputs, int64_t first, i
   for (; b < last; ++b) dots<1>(x + b * num_inputs, w, num_inputs, out + b);
 }
 
-void output_backward(const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, int64_t first,
+void output_backward(const float* x, const float* w, const float* g, int64_t num_inputs, float scale, int64_t first,
                      int64_t last, float* grad_weight, float* grad_x) {
   const auto from = [&](int64_t b) { return grad_x ? grad_x + b * num_inputs : nullptr; };
   int64_t b = first;
   for (; b + kTogether <= last; b += kTogether)
-    grads<kTogether>(x + b * num_inputs, w, g + b, num_inputs, gated, grad_weight, from(b));
-  for (; b < last; ++b) grads<1>(x + b * num_inputs, w, g + b, num_inputs, gated, grad_weight, from(b));
+    grads<kTogether>(x + b * num_inputs, w, g + b, num_inputs, scale, grad_weight, from(b));
+  for (; b < last; ++b) grads<1>(x + b * num_inputs, w, g + b, num_inputs, scale, grad_weight, from(b));
 }
 
 }  // namespace hotrow::HOTROW_ISA

@@ -76,7 +76,8 @@ template <class Load, class Store>
   if (product.add) sum = read(c) + sum;
   if (product.bias) sum = sum + read(product.bias + column);
   if (product.relu) sum = sum < 0.0f ? Vec<kLanes>{} : sum;
-  if (product.gate) sum = read(product.gate + row * product.columns + column) <= 0.0f ? Vec<kLanes>{} : sum;
+  if (product.gate)
+    sum = read(product.gate + row * product.columns + column) <= 0.0f ? Vec<kLanes>{} : sum * product.scale;
   write(c, sum);
 }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import Guarded, every_backend, running
 from torch import Tensor
 
 from hotrow.kernels import ops, reference
-from hotrow.kernels.types import Activation
+from hotrow.kernels.types import Activation, Drop
 from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
@@ -53,6 +54,30 @@ def test_interaction_against_float64_bmm(samples: int, features: int, dim: int) 
         check()
 
 
+@looped("drops", [[], [Drop(9, place, 5, 1000, 19661, 1.25) for place in range(3)]])
+@looped(("samples", "features", "dim"), SHAPES + BEYOND_CACHES[:1])
+def test_what_stands_beside_the_products_has_the_bits_of_torch(
+    samples: int, features: int, dim: int, drops: list[Drop]
+) -> None:
+    """The members' rows, their first columns, and the rows behind the products, forward and backward."""
+    dense, pooled, grad = interaction_inputs(samples, features, dim)
+    pooled = torch.stack([pooled, pooled + 1, pooled - 1], dim=2).requires_grad_()
+    dense = torch.cat([dense, dense + 1, dense - 1]).requires_grad_()
+    grad = torch.cat([grad, grad + 1, grad - 1])
+    kept = torch.stack([reference.kept(own, samples, features) for own in drops])[..., None] if drops else 1
+    behind, first = torch.randn(3 * samples, features * dim), torch.randn(3 * samples, features)
+    for _, threads in every_backend():
+        rows = (pooled.permute(2, 0, 1, 3) * kept).flatten(0, 1)
+        out = torch.cat([ops.dot_interaction(dense, rows), rows.flatten(1)], dim=1)
+        given = [out, rows[:, :, 0]], [torch.cat([grad, behind], dim=1), first]
+        expected = *given[0], *torch.autograd.grad(given[0], [dense, pooled], given[1])
+        own = ops.member_rows(pooled, drops).flatten(0, 1)
+        found = ops.interactions(dense, own, concatenated=True)
+        found = *found, *torch.autograd.grad(found, [dense, pooled], given[1])
+        for each, other in zip(found, expected, strict=True):
+            assert torch.equal(each, other), threads
+
+
 @needs_native
 def test_interaction_does_not_depend_on_the_thread_count() -> None:
     dense, pooled, grad = interaction_inputs(200, 26, 16)
@@ -90,7 +115,7 @@ def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int,
     for _, threads in every_backend():
         out, grad_dense, grad_pooled = (Guarded(torch.full_like(x, float("nan"))) for x in (grad, dense, pooled))
         native.interact(dense, pooled, out.tensor, threads)
-        native.interact_backward(grad, dense, pooled, grad_dense.tensor, grad_pooled.tensor, threads)
+        native.interact_backward(grad, None, dense, pooled, grad_dense.tensor, grad_pooled.tensor, threads)
         for guarded in (out, grad_dense, grad_pooled):
             guarded.check()
             assert not guarded.tensor.isnan().any()
@@ -200,11 +225,11 @@ def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...
     for _, threads in every_backend():
         hidden, out = guarded([torch.empty(samples * sum(widths[1:-1])), torch.empty(samples, widths[-1])])
         to = hidden.tensor.data_ptr(), out.tensor.data_ptr()
-        native.mlp(shape, [*widths[1:]], addresses, x.data_ptr(), *to, True, threads, None)
+        native.mlp(shape, [*widths[1:]], addresses, x.data_ptr(), *to, True, [], threads, None)
         grads, (grad_x,) = guarded(parameters), guarded([x])
         given = x.data_ptr(), hidden.tensor.data_ptr(), grad.data_ptr()
         made = [own.tensor.data_ptr() for own in grads], grad_x.tensor.data_ptr()
-        native.mlp_backward(shape, [*widths[1:]], addresses[::2], *given, *made, threads, None)
+        native.mlp_backward(shape, [*widths[1:]], addresses[::2], *given, *made, 1.0, threads, None)
         for own in (hidden, out, *grads, grad_x):
             own.check()
             assert not own.tensor.isnan().any()
@@ -227,6 +252,30 @@ def test_a_row_has_the_bits_that_it_has_alone(widths: tuple[int, ...]) -> None:
                 for found, expected in zip((*own, kept), (whole, grad_x, whole), strict=True):
                     assert torch.equal(found.view(torch.int32), expected[part].view(torch.int32)), (isa, rows)
                 first += rows
+
+
+@looped("last", ["relu", "linear"])
+@looped("widths", [(17, 40, 16, 5), (6, 33, 1), (9, 20)])
+def test_layers_that_drop_have_the_bits_of_layers_with_dropout_between(
+    widths: tuple[int, ...], last: Activation
+) -> None:
+    x, weights, biases, grad = mlp_inputs(37, widths)
+    count = len(weights) if last == "relu" else len(weights) - 1
+    drops = [Drop(2**63 + 3, place, 5, 1000, 19661, float(1 / np.float32(0.7))) for place in range(count)]
+    y = x.clone().requires_grad_()
+    leaves = [own.clone().requires_grad_() for own in (*weights, *biases)]
+    own_weights, own_biases = leaves[: len(weights)], leaves[len(weights) :]
+    for _, threads in every_backend():
+        z = y
+        for weight, bias, drop in zip(own_weights, own_biases, drops, strict=False):
+            kept = reference.kept(drop, len(x), len(weight))
+            assert torch.equal(ops.kept([drop], len(x), len(weight))[0], kept)
+            z = ops.mlp(z, [weight], [bias], last="relu") * kept
+        z = z if last == "relu" else ops.mlp(z, own_weights[-1:], own_biases[-1:], last=last)
+        expected = z, *torch.autograd.grad(z, [y, *leaves], grad)
+        found = ops.mlps(y[None], [own_weights], [own_biases], last=last, drops=[drops] if drops else [])[0]
+        for own, other in zip((found, *torch.autograd.grad(found, [y, *leaves], grad)), expected, strict=True):
+            assert torch.equal(own, other), threads
 
 
 @looped("last", ["relu", "linear"])

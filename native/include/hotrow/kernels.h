@@ -57,10 +57,12 @@
 // for float16). low: the lower halves of split storage, else null.
 //
 // interact: samples [first, last); T = [dense; pooled] is [F + 1, D]
-//     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats)
+//     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats), then pooled[b] if rows
+//     of out, `stride` floats apart, have room for it
 //   Each sum over D runs upward in as many lanes as the set likes, which are then added; contracted if it has fma.
 // interact_backward: Z the triangle of grad, symmetric with a zero diagonal:
-//     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row
+//     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row and, if they are there, the gradient
+//     of out's pooled[b] and grad_first[b] [F], of the first element of each row (both added up before, null or not)
 //   scratch: interact_scratch_floats(F, D), with no meaning before or after. streamed: grad_pooled bypasses the caches
 //   when written; it and F * D are then multiples of a cache line.
 //
@@ -77,35 +79,36 @@
 //   Summed in as many lanes as the set has, contracted if it has fma.
 // output_backward: for the same samples, g [B]:
 //     grad_weight = grad_weight + g[first] * x[first, :] + ...  in rising order;
-//     grad_x[b, :] = gated and x <= 0 ? 0 : g[b] * w;  grad_x may be null
-#define HOTROW_KERNEL_LIST(KERNEL)                                                                                     \
-  KERNEL(                                                                                                              \
-      bool, lookup,                                                                                                    \
-      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))   \
-  KERNEL(bool, weight_gradient,                                                                                        \
-         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,         \
-          float* out))                                                                                                 \
-  KERNEL(void, update,                                                                                                 \
-         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
-  KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))                \
-  KERNEL(void, fill_uniform,                                                                                           \
-         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,          \
-          int64_t zero_rows, float* out))                                                                              \
-  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                         \
-  KERNEL(void, interact,                                                                                               \
-         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \
-          float* out, float* scratch))                                                                                 \
-  KERNEL(void, interact_backward,                                                                                      \
-         (const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,               \
-          int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch, bool streamed))          \
-  KERNEL(void, pack_panels,                                                                                            \
-         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to))  \
-  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))   \
-  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))                                        \
-  KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out))  \
-  KERNEL(void, output_backward,                                                                                        \
-         (const float* x, const float* w, const float* g, int64_t num_inputs, bool gated, int64_t first, int64_t last, \
-          float* grad_weight, float* grad_x))
+//     grad_x[b, :] = g[b] * w, or if `scale` is not 0: x <= 0 ? 0 : scale g[b] * w;  may be null
+#define HOTROW_KERNEL_LIST(KERNEL)                                                                                    \
+  KERNEL(                                                                                                             \
+      bool, lookup,                                                                                                   \
+      (const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride, bool streamed))  \
+  KERNEL(bool, weight_gradient,                                                                                       \
+         (const Rows& table, const Bags& bags, int64_t first, int64_t last, const float* grad, int64_t stride,        \
+          float* out))                                                                                                \
+  KERNEL(void, update,                                                                                                \
+         (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch)) \
+  KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))               \
+  KERNEL(void, fill_uniform,                                                                                          \
+         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,         \
+          int64_t zero_rows, float* out))                                                                             \
+  KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                        \
+  KERNEL(void, interact,                                                                                              \
+         (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,    \
+          float* out, int64_t stride, float* scratch))                                                                \
+  KERNEL(void, interact_backward,                                                                                     \
+         (const float* grad, int64_t stride, const float* grad_first, const float* dense, const float* pooled,        \
+          int64_t num_features, int64_t dim, int64_t first, int64_t last, float* grad_dense, float* grad_pooled,      \
+          float* scratch, bool streamed))                                                                             \
+  KERNEL(void, pack_panels,                                                                                           \
+         (const float* from, int64_t depth_stride, int64_t column_stride, int64_t depth, int64_t columns, float* to)) \
+  KERNEL(void, pack_tiles, (const float* from, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums))  \
+  KERNEL(void, multiply, (const Product& product, int64_t first, int64_t last))                                       \
+  KERNEL(void, output, (const float* x, const float* w, int64_t num_inputs, int64_t first, int64_t last, float* out)) \
+  KERNEL(void, output_backward,                                                                                       \
+         (const float* x, const float* w, const float* g, int64_t num_inputs, float scale, int64_t first,             \
+          int64_t last, float* grad_weight, float* grad_x))
 
 namespace hotrow {
 

@@ -19,7 +19,7 @@ inline KeptPages floats(int64_t count) { return KeptPages(static_cast<size_t>(co
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // A matrix B(k, n) = at[k * depth_stride + n * column_stride], not yet packed.
-struct View {
+struct UnpackedMatrix {
   const float* at;
   int64_t depth, columns;
   int64_t depth_stride, column_stride;
@@ -35,7 +35,7 @@ struct View {
 
 // Panel `index` of B: stretches of kMostDepth of its depth, one after another, each as pack_panels lays it out; or
 // pairs.
-inline void pack(const View& b, int64_t index, float* panels) {
+inline void pack(const UnpackedMatrix& b, int64_t index, float* panels) {
   const int64_t k = index / b.panels_per_stretch() * kMostDepth, n = index % b.panels_per_stretch() * kPanelColumns;
   const int64_t columns = std::min(kPanelColumns, b.columns - n);
   const float* at = b.at + k * b.depth_stride + n * b.column_stride;
@@ -53,11 +53,11 @@ inline void pack(const View& b, int64_t index, float* panels) {
 // they are made.
 class Panels {
  public:
-  Panels(const std::vector<View>& matrices, int num_threads, PackedWeights* packed)
+  Panels(const std::vector<UnpackedMatrix>& matrices, int num_threads, PackedWeights* packed)
       : pages_(floats(packed ? 0 : total(matrices))) {
     std::vector<std::pair<size_t, int64_t>> tasks;
     float* end = pages_.floats();
-    for (const View& matrix : matrices) {
+    for (const UnpackedMatrix& matrix : matrices) {
       const PackedWeights::Key key{matrix.at, matrix.depth, matrix.columns, matrix.depth_stride, matrix.in_pairs};
       const auto kept = packed ? packed->pages.find(key) : PackedWeights::Pages::iterator{};
       if (packed && kept != packed->pages.end()) {
@@ -84,9 +84,9 @@ class Panels {
   const Pair* in_pairs(size_t matrix) const { return reinterpret_cast<const Pair*>(starts_[matrix]); }
 
  private:
-  static int64_t total(const std::vector<View>& matrices) {
+  static int64_t total(const std::vector<UnpackedMatrix>& matrices) {
     int64_t sum = 0;
-    for (const View& matrix : matrices) sum += matrix.packed_words();
+    for (const UnpackedMatrix& matrix : matrices) sum += matrix.packed_words();
     return sum;
   }
 

@@ -110,9 +110,11 @@ struct Product {
   bool add;                // to what C holds
   const float* bias;       // [columns], added; or null
   bool relu;               // C = C < 0 ? 0 : C, so that NaN stays
-  const float* gate;  // [rows, columns] or null: C = gate <= 0 ? 0 : C, the gradient through a ReLU whose output it is
+  const float*
+      gate;  // [rows, columns] or null: C = gate <= 0 ? 0 : scale C, the gradient through a ReLU whose output it is
   const float* start = nullptr;  // [columns, rounded up to kPanelColumns], with which sums begin; or null: with 0
   int64_t first = 0, last = 0;   // of the depth, what is summed; if last is 0, up to its end
+  float scale = 1.0f;
   bool transposed = false;  // B(k, n) = b[n * b_stride + k], for at most kTileRows rows; start is null, A row-major
 };
 

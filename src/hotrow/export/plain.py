@@ -178,3 +178,14 @@ def dot_interaction(dense: Tensor, rows: Tensor) -> Tensor:
     vectors = torch.cat([dense[:, None], rows], 1)
     i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], offset=-1)
     return torch.cat([dense, (vectors @ vectors.transpose(1, 2))[:, i, j]], 1)
+
+
+def interactions(dense: Tensor, rows: Tensor, *, concatenated: bool) -> tuple[Tensor, Tensor]:
+    """Returns the dot interaction, with the rows behind it if `concatenated`, and the rows' first column [B, F]."""
+    out = dot_interaction(dense, rows)
+    return torch.cat([out, rows.flatten(1)], dim=1) if concatenated else out, rows[:, :, 0]
+
+
+def member_rows(rows: Tensor, drops: Sequence[Any]) -> Tensor:
+    """Returns the rows [B, F, M, D] by member, [M, B, F, D]; nothing is dropped."""
+    return rows.permute(2, 0, 1, 3)

@@ -32,6 +32,7 @@ from hotrow.kernels.types import (
     Activation,
     ComingSums,
     Distinct,
+    Drop,
     FlatSums,
     Layout,
     Numbers,
@@ -466,13 +467,12 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
 
 
 def all_finite(values: Sequence[Tensor]) -> bool:
-    """Returns whether no value [...] has NaN or infinity: `first_nonfinite` for many small tensors, in a quarter of its
-    time."""
-    module, threads = _native(), torch.get_num_threads()
-    if module is None or any(v.device.type != "cpu" or v.dtype != torch.float32 for v in values):
+    """Returns whether no value [...] has NaN or infinity: `first_nonfinite` for many small tensors, in one call."""
+    module = _native()
+    if module is None or any(not v.is_cpu or v.dtype != torch.float32 or not v.is_contiguous() for v in values):
         return all(first_nonfinite(own) is None for own in values)
-    rows = (own.detach() if own.dim() == 2 and own.stride(1) == 1 else own.detach().reshape(1, -1) for own in values)
-    return all(module.first_nonfinite(*_views(own), threads) < 0 for own in rows)
+    addresses, sizes = [own.data_ptr() for own in values], [own.numel() for own in values]
+    return bool(module.all_finite(addresses, sizes, torch.get_num_threads()))
 
 
 def are_upper_halves(weight: Tensor) -> bool:
@@ -696,28 +696,42 @@ def uniform_rows(
 
 
 class _Interaction(torch.autograd.Function):
+    """As `interactions`, by the native kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+        ctx.save_for_backward(dense_BD, pooled_BFD)
+        ctx.set_materialize_grads(False)
+        return _interact(dense_BD.detach(), pooled_BFD.detach(), concatenated), pooled_BFD[:, :, 0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_BF: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        dense_BD, pooled_BFD = ctx.saved_tensors
+        grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
+        given = grad.contiguous(), None if grad_BF is None else grad_BF.contiguous(), dense_BD, pooled_BFD
+        _native().interact_backward(*_views(*given, *grads), torch.get_num_threads())
+        return *grads, None
+
+
+def _interact(dense_BD: Tensor, pooled_BFD: Tensor, concatenated: bool) -> Tensor:  # noqa: FBT001
+    B, F, D = pooled_BFD.shape
+    out = empty(B, D + (F + 1) * F // 2 + (F * D if concatenated else 0))
+    _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
+    return out
+
+
+class _TritonInteraction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
         dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
         ctx.save_for_backward(dense_BD, pooled_BFD)
-        ctx.by_triton = _by_triton(dense_BD)
-        if ctx.by_triton:
-            return triton_ops("products of vectors").interact(dense_BD, pooled_BFD)  # type: ignore[no-any-return]
-        B, F, D = pooled_BFD.shape
-        out = empty(B, D + (F + 1) * F // 2)
-        _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
-        return out
+        return triton_ops("products of vectors").interact(dense_BD, pooled_BFD)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        dense_BD, pooled_BFD = ctx.saved_tensors
-        if ctx.by_triton:
-            kernels = triton_ops("products of vectors")
-            return kernels.interact_backward(grad.contiguous(), dense_BD, pooled_BFD)  # type: ignore[no-any-return]
-        grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
-        _native().interact_backward(*_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads())
-        return grads
+        return triton_ops("products of vectors").interact_backward(grad.contiguous(), *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
 def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
@@ -728,6 +742,14 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     GPU without Triton.
     Raises ValueError if shapes or dtypes do not fit.
     """
+    return interactions(dense_BD, pooled_BFD)[0]
+
+
+def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = False) -> tuple[Tensor, Tensor]:
+    """The `dot_interaction`, and the first column of the pooled rows, [B, F], as one operation of autograd.
+
+    concatenated: whether the pooled rows themselves stand behind the products.
+    """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
     wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
     if not fits or not wide:
@@ -735,9 +757,45 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if _left_to_torch(dense_BD) and not _by_triton(dense_BD):
-        return reference.interact(dense_BD, pooled_BFD)
-    return _Interaction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-any-return, no-untyped-call]
+    if not _left_to_torch(dense_BD):
+        dense_BD, pooled_BFD = dense_BD.float().contiguous(), pooled_BFD.float().contiguous()
+        if torch.is_grad_enabled() and (dense_BD.requires_grad or pooled_BFD.requires_grad):
+            return _Interaction.apply(dense_BD, pooled_BFD, concatenated)  # type: ignore[no-any-return, no-untyped-call]
+        return _interact(dense_BD.detach(), pooled_BFD.detach(), concatenated), pooled_BFD[:, :, 0]
+    if _by_triton(dense_BD):
+        out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
+    else:
+        out = reference.interact(dense_BD, pooled_BFD)
+    return torch.cat([out, pooled_BFD.flatten(1)], dim=1) if concatenated else out, pooled_BFD[:, :, 0]
+
+
+class _MemberRows(torch.autograd.Function):
+    """[B, F, M, D] -> [M, B, F, D], multiplied on the way by what `drops` keep."""
+
+    @staticmethod
+    def forward(ctx: Any, together: Tensor, drops: Sequence[Drop]) -> Tensor:
+        ctx.drops, (B, F, M, D) = drops, together.shape
+        apart = empty(M, B, F, D)
+        views = _views(apart, together.detach().contiguous())
+        _native().move_member_rows(*views, True, drops, torch.get_num_threads())  # noqa: FBT003
+        return apart
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        M, B, F, D = grad.shape
+        together = empty(B, F, M, D)
+        views = _views(grad.contiguous(), together)
+        _native().move_member_rows(*views, False, ctx.drops, torch.get_num_threads())  # noqa: FBT003
+        return together, None
+
+
+def member_rows(pooled_BFMD: Tensor, drops: Sequence[Drop]) -> Tensor:
+    """The pooled rows of each member, [M, B, F, D]. drops: which of its rows each member leaves out; may be empty."""
+    if not _left_to_torch(pooled_BFMD):
+        return _MemberRows.apply(pooled_BFMD.float(), drops)  # type: ignore[no-any-return, no-untyped-call]
+    rows_MBFD = pooled_BFMD.permute(2, 0, 1, 3).contiguous()
+    return rows_MBFD * kept(drops, *rows_MBFD.shape[1:3]).to(rows_MBFD.device)[..., None] if drops else rows_MBFD
 
 
 def _autocast(values: Tensor) -> bool:
@@ -805,7 +863,8 @@ class weights_stay:  # noqa: N801  # a block, entered at every call of a server
         _packed.reset(self._token)
 
 
-How: TypeAlias = tuple[tuple[int, ...], list[int], Activation]
+How: TypeAlias = tuple[tuple[int, ...], list[int], Activation, Sequence[Drop]]
+"""x's shape [M, B, I], the widths of the layers, `last`, and what the layers of each member drop, one after another."""
 
 
 def _empty_like(own: Tensor) -> Tensor:
@@ -813,11 +872,11 @@ def _empty_like(own: Tensor) -> Tensor:
 
 
 class _MLP(torch.autograd.Function):
-    """As `_mlp_forward`; `how` is x's shape there, the widths and `last`. Keeps what the layers hand on."""
+    """As `_mlp_forward`. Keeps what the layers hand on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: How, *parameters: Tensor) -> Tensor:
-        shape, widths, last = how
+        shape, widths, last, _ = how
         hidden = empty(shape[0] * shape[1] * (sum(widths) - widths[-1]))
         out, ctx.packed = _mlp_forward(x, how, parameters, hidden.data_ptr())
         ctx.save_for_backward(x, hidden, out if last == "relu" else x, *parameters[::2])
@@ -831,13 +890,16 @@ class _MLP(torch.autograd.Function):
 
 
 def _mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x, hidden, out, *weights), (shape, widths, last) = ctx.saved_tensors, ctx.how
+    (x, hidden, out, *weights), (shape, widths, last, drops) = ctx.saved_tensors, ctx.how
+    scale = drops[0].scale if drops else 1.0
+    if len(drops) == len(weights):  # the last layer's outputs too
+        grad = grad * scale
     grad = torch.ops.aten.threshold_backward(grad, out, 0) if last == "relu" else grad.contiguous()
     grad_x = _empty_like(x) if ctx.needs_input_grad[0] else None
     grads = [own for weight in weights for own in (_empty_like(weight), torch.empty(weight.shape[0]))]
     inputs = [own.data_ptr() for own in weights], x.data_ptr(), hidden.data_ptr(), grad.data_ptr()
     outputs = [own.data_ptr() for own in grads], 0 if grad_x is None else grad_x.data_ptr()
-    _native().mlp_backward(shape, widths, *inputs, *outputs, torch.get_num_threads(), ctx.packed)
+    _native().mlp_backward(shape, widths, *inputs, *outputs, scale, torch.get_num_threads(), ctx.packed)
     return grad_x, None, *grads
 
 
@@ -848,10 +910,10 @@ def _mlp_forward(x: Tensor, how: How, parameters: Sequence[Tensor], hidden: int 
     """The layers of an MLP on x [1, B, I], or of M of them, each on its own x [M, B, I]; and the packed weights if they
     are kept. parameters: weight [O, I] and bias [O] in turn, all of one MLP before those of the next. hidden: where to
     write what the layers hand on, or 0."""
-    shape, widths, last = how
+    shape, widths, last, drops = how
     packed = None if (own := _packed.get()) is None else own.keep(parameters[::2])
     out, addresses = empty(*x.shape[:-1], widths[-1]), [parameter.data_ptr() for parameter in parameters]
-    outputs = hidden, out.data_ptr(), last == "relu"
+    outputs = hidden, out.data_ptr(), last == "relu", drops
     _native().mlp(shape, widths, addresses, x.data_ptr(), *outputs, torch.get_num_threads(), packed)
     return out, packed
 
@@ -905,22 +967,46 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
         return reference.mlp(x_BI, weights, biases, last=last)
     if _autocast(x_BI):
         return _BFloat16MLP.apply(x_BI.float(), last, *(own.float() for own in parameters))  # type: ignore[no-any-return, no-untyped-call]
-    return _mlp(x_BI.contiguous(), ((1, *x_BI.shape), widths, last), parameters)
+    return _mlp(x_BI.contiguous(), ((1, *x_BI.shape), widths, last, ()), parameters)
+
+
+def kept(drops: Sequence[Drop], num_samples: int, width: int) -> Tensor:
+    """Returns what each member's dropout multiplies each element by, 0 or its scale, [M, B, W] (`reference.kept`)."""
+    if _native() is None:
+        return torch.stack([reference.kept(drop, num_samples, width) for drop in drops])
+    return member_rows(torch.ones(num_samples, width, len(drops), 1), drops)[..., 0]
 
 
 def mlps(
-    x_MBI: Tensor, weights: Sequence[Sequence[Tensor]], biases: Sequence[Sequence[Tensor]], *, last: Activation
+    x_MBI: Tensor,
+    weights: Sequence[Sequence[Tensor]],
+    biases: Sequence[Sequence[Tensor]],
+    *,
+    last: Activation,
+    drops: Sequence[Sequence[Drop]] = (),
 ) -> Tensor:
     """Returns the `mlp` of each of M members on its own x, [M, B, O], as one operation of autograd.
 
-    Members have layers of the same widths; the bits of each are those of its `mlp` alone.
+    Members have layers of the same widths; the bits of each are those of its `mlp` alone. drops: of each member, what
+    the outputs of its layers are multiplied by before they go on: of all layers, or of all but the last, and the same
+    share of each.
     """
     if _left_to_torch(x_MBI) or _autocast(x_MBI):
-        each = zip(x_MBI, weights, biases, strict=True)
+        for k, own in enumerate(zip(*drops, strict=True)):
+            x_MBI = mlps(x_MBI, *([[of[k]] for of in each] for each in (weights, biases)), last="relu")
+            x_MBI = x_MBI * kept(own, *x_MBI.shape[1:]).to(x_MBI.device)
+        dropped = len(drops[0]) if drops else 0
+        if dropped == len(weights[0]):
+            return x_MBI
+        each = zip(x_MBI, *([own[dropped:] for own in of] for of in (weights, biases)), strict=True)
         return torch.stack([mlp(x_BI, *layers, last=last) for x_BI, *layers in each])
     each_layers = [_layers(x_MBI, *layers) for layers in zip(weights, biases, strict=True)]
     parameters = [own for layers, _ in each_layers for own in layers]
-    return _mlp(x_MBI.contiguous(), (tuple(x_MBI.shape), each_layers[0][1], last), parameters)
+    return _mlp(
+        x_MBI.contiguous(),
+        (tuple(x_MBI.shape), each_layers[0][1], last, [own for of in drops for own in of]),
+        parameters,
+    )
 
 
 def _layers(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:

@@ -23,6 +23,7 @@ from hotrow.kernels.types import (
     Activation,
     ComingSums,
     Distinct,
+    Drop,
     Feature,
     FlatSums,
     Layout,
@@ -514,6 +515,19 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)
+
+
+def kept(drop: Drop, num_samples: int, width: int) -> Tensor:
+    """What a dropout multiplies x [B, W] by: 0 for elements whose number is below the limit, else the scale.
+
+    Numbers of 16 bits are those of Philox4x64-10 with key (seed, place) and counter (n, 0, step, 0), n from 1 on; each
+    sample has blocks of 16 of its own.
+    """
+    blocks = -(-width // 16)
+    counter, key = [drop.sample * blocks, 0, drop.step, 0], [drop.seed, drop.place]
+    bits = np.random.Philox(counter=np.array(counter, np.uint64), key=np.array(key, np.uint64))
+    numbers = bits.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, blocks * 16)[:, :width]
+    return torch.from_numpy(np.where(numbers < drop.limit, np.float32(0), np.float32(drop.scale)))
 
 
 # Interaction

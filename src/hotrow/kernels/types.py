@@ -52,6 +52,21 @@ class Rule:
         return ALGORITHMS.index(self.algorithm), self.lr, self.eps, *betas, self.beta, self.l1, self.l2
 
 
+class Drop(NamedTuple):
+    """What one dropout of a network drops in one step: a function of these numbers, by `reference.kept`."""
+
+    seed: int
+    place: int
+    """Of the dropout in its network."""
+    step: int
+    sample: int
+    """Number of the first sample in the batch of all ranks."""
+    limit: int
+    """An element whose number of 16 bits is below it is dropped."""
+    scale: float
+    """Of what is kept."""
+
+
 @dataclass(frozen=True)
 class Feature:
     """One feature of a collection: the table that it reads and the output columns that it fills."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, each, products, repeated
+from hotrow.models.layers import MLP, Constant, Dropout, Network, each, interactions, member_rows, products, repeated
 from hotrow.models.spec import DropoutShare, Members, MLPSpec, Width
 
 
@@ -66,27 +66,27 @@ class DLRM(Network):
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Returns logits."""
-        return _logits([self], dense_BI, pooled_BP.view(1, -1, self.num_features, self.embedding_dim))[0]
+        return _logits([self], dense_BI, pooled_BP)[0]
 
 
-def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_MBFD: Tensor) -> Tensor:
+def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
     """Returns the logits of DLRMs of the same size, each on its own rows, [M, B] or [M, B, L]."""
     one, num_members = members[0], len(members)
     dense_MBI = dense_BI[None] if num_members == 1 else torch.stack([dense_BI] * num_members)
-    if one.row_dropout.moment and one.row_dropout.share:
-        kept_MBF = each([own.row_dropout for own in members], pooled_MBFD.new_ones(pooled_MBFD.shape[:3]))
-        pooled_MBFD = pooled_MBFD * kept_MBF[..., None]
+    drops = [own.row_dropout.drop for own in members] if one.row_dropout.moment and one.row_dropout.share else []
+    if num_members > 1 or drops:
+        pooled_MBFD = member_rows(pooled_BP.view(-1, one.num_features, num_members, one.embedding_dim), drops)
+    else:
+        pooled_MBFD = pooled_BP.view(1, -1, one.num_features, one.embedding_dim)
     num_different = 1 if dense_BI.stride(0) == 0 else len(dense_BI)  # rows of one tensor, expanded, go through once
     bottom_MBD = each([own.bottom for own in members], dense_MBI[:, :num_different])
     if num_different < len(dense_BI):
         bottom_MBD = repeated(bottom_MBD.flatten(0, 1), len(dense_BI)).view(num_members, len(dense_BI), -1)
-    inputs_MBI = dot_interaction(bottom_MBD.flatten(0, 1), pooled_MBFD.flatten(0, 1))
-    inputs_MBI = inputs_MBI.view(num_members, len(dense_BI), -1)
-    if one.concatenated:
-        inputs_MBI = torch.cat([inputs_MBI, pooled_MBFD.flatten(2)], dim=2)
-    logits_MBL = each([own.top for own in members], inputs_MBI)
+    vectors = bottom_MBD.flatten(0, 1), pooled_MBFD.flatten(0, 1)
+    inputs, columns = interactions(*vectors, concatenated=one.concatenated)
+    logits_MBL = each([own.top for own in members], inputs.view(num_members, len(dense_BI), -1))
     if one.first_order_I is not None:
-        inputs_MBX = torch.cat([dense_MBI, pooled_MBFD[..., 0]], dim=2)
+        inputs_MBX = torch.cat([dense_MBI, columns.view(num_members, len(dense_BI), -1)], dim=2)
         weight_MI = torch.stack([own.first_order_I for own in members if own.first_order_I is not None])
         weight_MLI = weight_MI.view(num_members, one.num_outputs, dense_BI.shape[1])
         ones_MLF = dense_BI.new_ones(num_members, one.num_outputs, one.num_features)
@@ -111,9 +111,7 @@ class DLRMs(Network):
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Returns logits, in a training step those of each member."""
-        pooled_BFMD = pooled_BP.view(len(pooled_BP), self.num_features, self.num_members, -1)
-        pooled_MBFD = pooled_BFMD.permute(2, 0, 1, 3).contiguous()
-        logits_MB = _logits([cast(DLRM, member) for member in self.members], dense_BI, pooled_MBFD)
+        logits_MB = _logits([cast(DLRM, member) for member in self.members], dense_BI, pooled_BP)
         if self.is_drawing:
             return logits_MB
         mean_B = logits_MB[0]

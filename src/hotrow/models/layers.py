@@ -20,15 +20,16 @@ from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hotrow.kernels.ops import dot_interaction as dot_interaction  # models import it, and the next one, from here
-from hotrow.kernels.ops import mlp, mlps
+from hotrow.kernels.ops import dot_interaction as dot_interaction  # models import it, and others, from here
+from hotrow.kernels.ops import interactions as interactions
+from hotrow.kernels.ops import kept, mlp, mlps
+from hotrow.kernels.ops import member_rows as member_rows
 from hotrow.kernels.ops import product as product
 from hotrow.kernels.tree import SERIAL
-from hotrow.kernels.types import Activation
+from hotrow.kernels.types import Activation, Drop
 
 Lookup = Literal["pooled", "sequence"]
 """`pooled`: a bag's rows come as one, side by side for all features, [B, sum of D]. `sequence`: the row of every id, by
@@ -57,13 +58,13 @@ class Network(nn.Module):
         `sample` in the batch of all ranks. Elsewhere nothing is dropped."""
         self.is_drawing = True
         for place, module in enumerate(self._dropouts):
-            module.moment = (place, step, sample)
+            module.__dict__["moment"] = place, step, sample  # nn.Module's own setting takes twenty times as long
         try:
             yield
         finally:
             self.is_drawing = False
             for module in self._dropouts:
-                module.moment = None
+                module.__dict__["moment"] = None
 
     @cached_property
     def _dropouts(self) -> list[Dropout]:
@@ -82,8 +83,6 @@ class Dropout(nn.Module):
     def __init__(self, share: float, *, generator: torch.Generator) -> None:
         super().__init__()
         self.share, self._seed = share, generator.initial_seed()
-        self._bits = np.random.Philox(0)
-        self._state: Any = self._bits.state
         self.moment: tuple[int, int, int] | None = None
         """Place of the module, step and first sample; None outside of training steps. `Network.drawing` sets it."""
 
@@ -91,17 +90,11 @@ class Dropout(nn.Module):
         """Returns x, in a training step with some elements dropped."""
         return each([self], x_BW[None])[0]
 
-    def kept(self, out_BW: NDArray[np.float32]) -> None:
-        """Writes what a training step multiplies each element by: 0 or 1 / (1 - share)."""
+    @property
+    def drop(self) -> Drop:
+        """What a training step drops."""
         assert self.moment is not None, "outside of a step nothing is drawn"
-        place, step, sample = self.moment
-        num_samples, width = out_BW.shape
-        blocks = -(-width // 16)
-        counter, key = [sample * blocks, 0, step, 0], [self._seed, place]
-        self._state["state"] = {"counter": np.array(counter, np.uint64), "key": np.array(key, np.uint64)}
-        self._bits.state = self._state  # a new Philox would take ten times as long
-        numbers_BW = self._bits.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, -1)[:, :width]
-        np.multiply(numbers_BW >= round(self.share * 65536), 1 / np.float32(1 - self.share), out=out_BW)
+        return Drop(self._seed, *self.moment, round(self.share * 65536), float(1 / np.float32(1 - self.share)))
 
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
@@ -162,28 +155,19 @@ def products(x_MBI: Tensor, weight_MOI: Tensor) -> Tensor:
 
 
 def _each_mlp(members: Sequence[MLP], x_MBI: Tensor) -> Tensor:
-    """Returns the outputs of MLPs of the same widths, [M, B, O]; hidden layers one by one if something drops."""
-    layers = list(zip(*(cast(Sequence[nn.Linear], member.layers) for member in members), strict=True))
-    dropouts = list(zip(*(cast(Sequence[Dropout], member.dropouts) for member in members), strict=True))
-    hidden = len(dropouts) if dropouts and dropouts[0][0].moment else 0
-    for k, own in enumerate(layers[:hidden]):
-        weights, biases = [[one.weight] for one in own], [[one.bias] for one in own]
-        x_MBI = _each_dropped(dropouts[k], mlps(x_MBI, weights, biases, last="relu"))
-    if hidden == len(layers):
-        return x_MBI
-    rest = list(zip(*layers[hidden:], strict=True))
-    weights, biases = ([[getattr(one, name) for one in own] for own in rest] for name in ("weight", "bias"))
-    return mlps(x_MBI, weights, biases, last=members[0].last)
+    """Returns the outputs of MLPs of the same widths, [M, B, O]."""
+    layers = [cast(Sequence[nn.Linear], member.layers) for member in members]
+    dropouts = [cast(Sequence[Dropout], member.dropouts) for member in members]
+    drops = [[one.drop for one in own] for own in dropouts] if dropouts[0] and dropouts[0][0].moment else []
+    weights, biases = ([[getattr(one, name) for one in own] for own in layers] for name in ("weight", "bias"))
+    return mlps(x_MBI, weights, biases, last=members[0].last, drops=drops)
 
 
 def _each_dropped(members: Sequence[Dropout], x_MBW: Tensor) -> Tensor:
     """Returns each x with elements dropped by its own module, if this is a training step."""
     if members[0].moment is None or not members[0].share:
         return x_MBW
-    kept_MBW = np.empty(x_MBW.shape, np.float32)
-    for member, out_BW in zip(members, kept_MBW, strict=True):
-        member.kept(out_BW)
-    return x_MBW * torch.from_numpy(kept_MBW).to(x_MBW.device)
+    return x_MBW * kept([member.drop for member in members], *x_MBW.shape[1:]).to(x_MBW.device)
 
 
 class Linear(nn.Module):
