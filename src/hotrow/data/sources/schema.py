@@ -327,6 +327,7 @@ class Schema(_Strict):
     statistics: tuple[StatisticSpec, ...] = ()
     """Inputs besides `dense` and `categorical`: the label's statistics by value, over the training rows before each
     row."""
+    statistics_by: str | None = None
     statistics_lag: Annotated[str, AfterValidator(_a_lag)] | None = None
     """How much older, such as 1d or 6h, rows must be for those that do not train to see them in their statistics,
     whatever their split is. If None, rows that do not train see the training rows."""
