@@ -134,6 +134,35 @@ class Parent:
 
 
 @record(config=STRICT)
+class Candidate:
+    """Features and epochs that `fit` tried, and how good they were on validation rows."""
+
+    features: str
+    epochs: Count
+    loss: FiniteFloat
+    worse: FiniteFloat
+    """By how much the loss is above that of the candidate that was chosen."""
+    error: Amount
+    """The standard error of `worse`."""
+    seconds: Amount
+    """Of packing, if its rows were not packed yet, and of training."""
+
+
+_Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
+
+
+@record(config=STRICT)
+class Choice:
+    """What `fit` chose among; see run/choice.py."""
+
+    chosen: _Folder
+    run: _Folder
+    """The folder, in selection/, of the run that found the steps."""
+    candidates: dict[_Folder, Candidate]
+    """By their folders there."""
+
+
+@record(config=STRICT)
 class Launch:
     """Which processes of torchrun a run's first rank belongs to: hashes, without names of hosts or users."""
 
@@ -161,6 +190,10 @@ class RunRecord:
     host: dict[str, JsonValue]
     warnings: dict[str, Counted]
     preparation: str | None = None
+    choice: Choice | None = None
+    """None if nothing was chosen but the number of steps."""
+    total_s: Amount | None = None
+    """Seconds of a candidate of `fit`: of packing its rows, and of training."""
     launch: Launch | None = None
     """None if torchrun did not begin the run."""
     error: str | None = None

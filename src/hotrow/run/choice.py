@@ -1,0 +1,419 @@
+"""What `fit` does before its last run: raw rows are packed, and validation rows choose features, epochs and steps.
+
+    decided = prepared(folder, opened, recipe, changes, ...)        # rows packed, and the config of a run on them
+    found = select(folder, opened, recipe, changes, ...)            # trains RUN/selection, or candidates in it
+    opened, recipe, changes = with_validation_rows(found)           # what the last run trains
+
+Features here are the schema's `statistics`: none, those of one column, of up to two, of up to three, each by every rule
+of `statistics_by`. By successive halving all of them train on a short schedule, the better half on a full one, and the
+best of these for more epochs too. Within one standard error of the lowest loss the plainest is taken: few validation
+rows cannot tell more.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.door import is_taken, remove
+from hotrow.base.progress import num_of, progress_bar
+from hotrow.config.load import TUNE, apply_overrides, make_config, overrides_of, read_config
+from hotrow.config.recipe import as_overrides, choose_recipe
+from hotrow.config.schema import Config
+from hotrow.data.packed.format import MANIFEST
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.pipeline import Options, fingerprint, prepare
+from hotrow.data.sources.criteo import CriteoSource
+from hotrow.data.sources.registry import OpenedSource
+from hotrow.data.sources.schema import Schema, parse_schema
+from hotrow.models import MODELS
+from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder
+from hotrow.run.record import Candidate, Choice
+from hotrow.run.runs import train
+from hotrow.run.selection import difference, losses_by_step, step_to_stop_at
+from hotrow.setup.setup import SELECTION
+
+MOST_ROWS = 500_000
+"""Of a longer log, candidates train on a sample of about so many rows."""
+MEMBERS = 2
+"""Models of a candidate, whose mean is scored: a single one may be the best by luck."""
+SHORT, FULL, LONG = 1 / 3, 1.0, 1.6
+"""Epochs of a candidate, as a share of the recipe's. The learning rate falls to zero over each."""
+WHOLE = "whole"
+"""The run on all rows, if candidates trained on a sample."""
+_KINDS = ("none", "singles", "pairs", "triples")
+_RULES = {"time": "as of time", "rows": "out of fold"}
+
+
+class Features(NamedTuple):
+    """Which of a schema's statistics are inputs."""
+
+    columns: int
+    """The most columns that one of them counts together; 0: there are none."""
+    by: str | None = None
+    """Their `statistics_by`."""
+
+    @property
+    def name(self) -> str:
+        """The name of a folder."""
+        return _KINDS[min(self.columns, 3)] + ("" if self.by is None else f"-{self.by if self.by in _RULES else 'by'}")
+
+    @property
+    def title(self) -> str:
+        rule = "" if self.by is None else f", {_RULES.get(self.by, f'out of fold by {self.by}')}"
+        return ("no statistics", *(" and ".join(_KINDS[1 : n + 1]) for n in (1, 2, 3)))[min(self.columns, 3)] + rule
+
+    def of(self, opened: OpenedSource) -> OpenedSource:
+        """Returns the source with these statistics alone."""
+        value = opened.schema.to_json()
+        kept = [spec for spec in value["statistics"] if len(spec["columns"]) <= self.columns]
+        schema = parse_schema(value | {"statistics": kept, "statistics_by": self.by}, where="choice")
+        return replace(opened, schema=schema)
+
+
+def candidates(schema: Schema) -> list[Features]:
+    """Returns the features to choose among, the plainest first."""
+    rules = ["time", "rows"] if schema.time is not None else ["rows"]
+    rules = rules if schema.statistics_by is None else [schema.statistics_by]
+    sizes = sorted({len(spec.columns) for spec in schema.statistics})
+    return [Features(0), *(Features(size, rule) for size in sizes for rule in rules)]
+
+
+class _Tried(NamedTuple):
+    """A candidate that was trained."""
+
+    features: Features
+    run: RunFolder
+    losses: NDArray[np.float64]
+    """By part of the validation rows."""
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    @property
+    def seconds(self) -> float:
+        return self.run.record.total_s or self.run.record.train_s or 0.0
+
+    @property
+    def epochs(self) -> int:
+        return int(self.run.options()["train.epochs"])
+
+    @property
+    def title(self) -> str:
+        return f"{self.features.title}, {num_of(self.epochs, 'epoch')}"
+
+
+class _StoppedError(Exception):
+    """A run was asked to stop."""
+
+    def __init__(self, run: RunFolder) -> None:
+        super().__init__()
+        self.run = run
+
+
+class Selected(NamedTuple):
+    """What validation rows have chosen."""
+
+    opened: OpenedSource
+    run: RunFolder
+    """The run that found the steps. It has finished, or was interrupted."""
+    options: Mapping[str, Any] = {}
+    """What the last run has otherwise than this one."""
+
+
+def can_refit(opened: OpenedSource, config: Config) -> bool:
+    """Returns whether rows are split into parts of stated sizes, of which one validates and another tests."""
+    _, validation, test = opened.schema.split.fractions
+    has_parts = not isinstance(opened.source, CriteoSource) and min(validation, test) > 0
+    return has_parts and config.hot.schedule != "fae"  # which follows the loss on validation rows
+
+
+def can_choose(schema: Schema, config: Config, changes: Sequence[str]) -> bool:
+    """Returns whether there is something to choose, and losses to choose by; not if `changes` fix the steps."""
+    is_fixed = any(name.startswith(("train.max_steps", "optimizer.schedule")) for name in overrides_of(changes))
+    return bool(schema.statistics) and not config.model.trained_for.retrieves and not is_fixed
+
+
+def select(
+    folder: RunFolder,
+    opened: OpenedSource,
+    recipe: Mapping[str, Any] | None,
+    changes: list[str],
+    *,
+    choice: bool,
+    quiet: bool,
+) -> Selected:
+    """Trains without the validation rows, and finds by them how many steps to train, and with `choice` which features
+    and epochs. What an earlier call has finished is found again; what it has not is made again."""
+    path = folder.path / SELECTION
+    if choice:
+        if is_taken(path / RUN):
+            remove(path, within=folder.path)
+        return _Choice(folder, opened, changes, quiet=quiet).made()
+    folder.update(choice=None)
+    return Selected(opened, _trained(folder, path, opened, recipe, changes, quiet=quiet))
+
+
+def _trained(
+    folder: RunFolder,
+    path: Path,
+    opened: OpenedSource,
+    recipe: Mapping[str, Any] | None,
+    changes: list[str],
+    *,
+    quiet: bool,
+) -> RunFolder:
+    """The run at `path`, below `folder`, that finds the best step by its validation rows."""
+    with _begun(folder, path, opened) as own:
+        if own.record.status != "finished":
+            decided = prepared(own, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
+            train(decided, folder=own, quiet=quiet)
+    return own
+
+
+@contextmanager
+def _begun(folder: RunFolder, path: Path, opened: OpenedSource) -> Iterator[RunFolder]:
+    """The run at `path`, below `folder`: one that has finished, or one to train."""
+    if is_taken(path / CONFIG) and (found := RunFolder.open(path)).record.status == "finished":
+        yield found
+        return
+    if is_taken(path / CONFIG) or not is_taken(path / RUN):
+        remove(path, within=folder.path)
+    with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
+        yield own
+
+
+class _Choice:
+    """The candidates of `fit`, each trained in a folder of RUN/selection."""
+
+    def __init__(self, folder: RunFolder, opened: OpenedSource, changes: list[str], *, quiet: bool) -> None:
+        self._folder, self._opened, self._changes, self._quiet = folder, opened, changes, quiet
+        self._sample = min(1.0, MOST_ROWS / max(1, opened.source.scout().num_rows))
+        self._given, self._tried = overrides_of(changes), list[_Tried]()
+
+    def made(self) -> Selected:
+        """Trains the candidates, and says and records which one is chosen."""
+        folder, whole = self._folder, self._sample == 1
+        try:
+            found = [self._try(features, SHORT) for features in candidates(self._opened.schema)]
+            better = sorted(found, key=lambda each: each.loss)[: max(2, len(found) // 2)]
+            kept = [each.features for each in found if each.features in {own.features for own in better}]
+            self._give_back(kept)
+            last = [self._try(features, FULL) for features in kept]
+            chosen = plainest(last)
+            if whole and "train.epochs" not in self._given:
+                last.append(self._try(chosen.features, LONG))
+                chosen = plainest([chosen, last[-1]])
+        except _StoppedError as interrupted:
+            return Selected(self._opened, interrupted.run)
+        self._give_back([chosen.features] if whole else [], chosen.run)
+        folder.update(choice=self._record(chosen, chosen.run.path.name if whole else WHOLE))
+        announce(folder, self._why(chosen, last), quiet=self._quiet)
+        opened = chosen.features.of(self._opened)
+        if not whole:
+            path = folder.path / SELECTION / WHOLE
+            return Selected(opened, _trained(folder, path, opened, None, self._changes, quiet=self._quiet))
+        train_rows, model = (chosen.run.record.rows or {})["train"], chosen.run.options()["model.name"]
+        of_recipe = {"model.members": choose_recipe(train_rows, model=model).get("model.members")}
+        return Selected(opened, chosen.run, of_recipe if self._sets_members(model) else {})
+
+    def _sets_members(self, model: str) -> bool:
+        return "members" in MODELS[model].model_fields and "model.members" not in self._given
+
+    def _try(self, features: Features, share: float) -> _Tried:
+        """Trains a candidate for a share of the recipe's epochs, or finds the run that did. Raises _StoppedError."""
+        began_s, opened = time.monotonic(), features.of(self._opened)
+        packed = self._folder.path / SELECTION / features.name
+        path = packed.with_name(features.name + {SHORT: "", FULL: "-full", LONG: "-long"}[share])
+        with _begun(self._folder, path, opened) as own:
+            if own.record.status != "finished":
+                config = self._config(own, opened, packed / "data", share)
+                if train(config, folder=own, quiet=True).record.status != "finished":
+                    raise _StoppedError(own)
+                own.update(total_s=time.monotonic() - began_s)
+        losses = losses_by_step(own.measurements())
+        found = _Tried(features, own, losses.get(own.record.chosen_step or 0, losses[max(losses)]))
+        self._tried.append(found)
+        figures = own.record.trained_for.line((own.record.metrics or {})["val"])
+        announce(self._folder, f"{found.title}: {figures} on validation rows, {found.seconds:.1f} s", quiet=self._quiet)
+        return found
+
+    def _config(self, own: RunFolder, opened: OpenedSource, data: Path, share: float) -> Config:
+        """The config of a candidate, whose rows are packed for its first run."""
+        quiet, rows = self._quiet or bool(self._tried), self._folder.path / ROWS
+        with own:
+            dataset = _prepare_into(own, opened, data, quiet=quiet, rows=rows, sample=self._sample)
+        usual = config_for(dataset, own, None, self._changes, quiet=True)
+        more = {"train.epochs": max(1, round(share * usual.train.epochs))}
+        more |= {"model.members": MEMBERS} if self._sets_members(usual.model.name) else {}
+        return config_for(dataset, own, None, [*self._changes, *as_overrides(more)], quiet=True)
+
+    def _give_back(self, kept: Sequence[Features], run: RunFolder | None = None) -> None:
+        """Removes packed rows except those of the features that are kept, and weights except those of `run`."""
+        for each in self._tried:
+            names = [] if each.run is run else ["checkpoints", "encoder"]
+            for name in [*names, *([] if each.features in kept else ["data"])]:
+                remove(each.run.path / name, within=self._folder.path)
+
+    def _record(self, chosen: _Tried, run: str) -> Choice:
+        def outcome(each: _Tried) -> Candidate:
+            worse, error = difference(each.losses, chosen.losses)
+            return Candidate(each.features.title, each.epochs, each.loss, worse, error, each.seconds)
+
+        return Choice(chosen.run.path.name, run, {each.run.path.name: outcome(each) for each in self._tried})
+
+    def _why(self, chosen: _Tried, last: Sequence[_Tried]) -> str:
+        """Returns what is chosen among the last candidates, and why, in words."""
+        lowest = min(last, key=lambda each: each.loss)
+        why = "it has the lowest loss on validation rows"
+        if lowest is not chosen:
+            less, error = difference(chosen.losses, lowest.losses)
+            why = f"{lowest.title}: a loss lower by {less:.2g} +- {error:.2g}, which is noise"
+        of = "" if self._sample == 1 else f", of {self._sample:.1%} of the rows"
+        return f"chosen: {chosen.title} ({why}{of}; without a choice: --no-choice)"
+
+
+def plainest(tried: Sequence[_Tried]) -> _Tried:
+    """Returns the first of the candidates whose loss is within a standard error of the lowest."""
+    best = min(tried, key=lambda each: each.loss)
+    for each in tried:
+        worse, error = difference(each.losses, best.losses)
+        if worse <= error:
+            return each
+    return best
+
+
+def with_validation_rows(selected: Selected) -> tuple[OpenedSource, dict[str, Any], list[str]]:
+    """Returns the source with its validation rows among those that train, and the recipe that was selected: its own, up
+    to its last good step, with all steps stretched by the rows that came to it."""
+    opened, own = selected.opened, selected.run
+    train_share, validation, test = opened.schema.split.fractions
+    rows, recipe = own.record.rows or {}, read_config(own.path / CONFIG)
+    config = make_config(recipe, origin=str(own.path / CONFIG))
+
+    def stretched(steps: int) -> int:
+        return round(steps * (rows["train"] + rows["val"]) / rows["train"])
+
+    steps = stretched(_last_good_step(own))
+    given = config.train.max_steps
+    schedule = {name: stretched(steps) for name, steps in config.optimizer.schedule if isinstance(steps, int)}
+    changes = {
+        "train.max_steps": steps if given is None else min(steps, given),
+        "train.eval_every": None,
+        "train.early_stopping": None,
+        **{f"optimizer.schedule.{name}": steps for name, steps in schedule.items()},
+        **selected.options,
+    }
+    opened = opened.with_options(fractions=(train_share + validation, 0.0, test))
+    return opened, recipe_of(recipe) or {}, as_overrides(changes)
+
+
+def _last_good_step(own: RunFolder) -> int:
+    """Returns the step of the last weights that are, within noise, as good as those that a selection chose."""
+    chosen = own.record.chosen_step or 0
+    if own.record.monitor != own.record.trained_for.loss_figure:
+        return chosen
+    return step_to_stop_at(own.measurements(), chosen)
+
+
+def selection_line(own: RunFolder, changes: Sequence[str]) -> str:
+    """Returns what a selection found, and what comes of it, in words."""
+    record = own.record
+    found = record.trained_for.line((record.metrics or {})["val"])
+    steps = next(change.partition("=")[2] for change in changes if change.startswith("train.max_steps="))
+    best, last = f"{record.chosen_step:,} of {num_of(record.steps or 0, 'step')}", _last_good_step(own)
+    alike = f", and within noise until step {last:,}" if last != record.chosen_step else ""
+    return (
+        f"validation rows: {found} after {best}{alike} ({own.path}); now training on these rows too, from the "
+        f"start, {num_of(int(steps), 'step')}"
+    )
+
+
+def prepared(
+    folder: RunFolder,
+    opened: OpenedSource,
+    recipe: Mapping[str, Any] | None,
+    changes: list[str],
+    *,
+    quiet: bool,
+    rows: Path,
+) -> Config:
+    """Packs the raw rows into the run's folder; returns the config of a run on them. rows: where they lie as read."""
+    with folder:
+        dataset = _prepare_into(folder, opened, folder.path / "data", quiet=quiet, rows=rows)
+    return config_for(dataset, folder, recipe, changes, quiet=quiet)
+
+
+def config_for(
+    dataset: PackedDataset, folder: RunFolder, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
+) -> Config:
+    """The config of a run on a dataset; without a recipe, one is chosen for its number of rows, and said."""
+    raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
+    with folder:
+        config = make_config(apply_overrides(raw, changes), origin="fit")
+        if recipe is not None:
+            return config
+        given = [change.partition("=")[0] for change in changes]
+        defaults = _defaults(dataset, config, given)
+        config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
+        rows = f"{dataset.split('train').num_rows:,} training rows"
+        folder.log(f"recipe for {rows}: {', '.join(defaults)}")
+        if not quiet:
+            size = f"batches of {config.train.batch_size}, {num_of(config.train.epochs, 'epoch')}"
+            print(
+                f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "
+                f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
+                file=sys.stderr,
+            )
+    return config
+
+
+def _prepare_into(
+    folder: RunFolder, opened: OpenedSource, out: Path, *, quiet: bool, rows: Path, sample: float = 1.0
+) -> PackedDataset:
+    """Returns the raw rows packed in `out`, packing them if need be; says and logs what was found."""
+
+    # What was found of these rows has been said when the validation rows were left out.
+    say = functools.partial(announce, folder, quiet=quiet or is_taken(folder.path / SELECTION))
+    if is_taken(out / MANIFEST):
+        say(f"{out} is prepared already")
+        return PackedDataset.open(out)
+    with nullcontext() if quiet else progress_bar() as progress:
+        return prepare(opened, out, Options(sample=sample), progress=progress, announce=say, rows=rows)
+
+
+def announce(folder: RunFolder, line: str, *, quiet: bool) -> None:
+    folder.log(line)
+    if not quiet:
+        print(line, file=sys.stderr)
+
+
+def recipe_of(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the fields of a recipe except those that `fit` decides; None if no recipe is given."""
+    if config is None:
+        return None
+    raw = dict(config) if isinstance(config, Mapping) else read_config(config)
+    return {name: value for name, value in raw.items() if name not in ("data", "run", TUNE)}
+
+
+def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> list[str]:
+    """Returns the recipe for the dataset's number of rows. given: options that the user set, as `config` has them."""
+    train = config.train
+    recipe = choose_recipe(
+        dataset.split("train").num_rows,
+        model=config.model.name,
+        batch_size=train.batch_size if "train.batch_size" in given else None,
+        epochs=train.epochs if "train.epochs" in given else None,
+        validated="val" in dataset.splits and dataset.split("val").num_rows > 0,
+    )
+    return as_overrides(recipe)
