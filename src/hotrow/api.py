@@ -623,12 +623,12 @@ def fit(
                 if refit and can_refit(opened, checked):
                     is_free = choice and schema is None and recipe is None
                     is_free = is_free and can_choose(opened.schema, checked, changes)
-                    selected = select(folder, opened, recipe, changes, choice=is_free, quiet=quiet)
-                    if selected.run.record.status != "finished":
-                        folder.update(status=selected.run.record.status)
-                        return Run(selected.run.path)
-                    opened, recipe, changes = with_validation_rows(selected)
-                    announce(folder, selection_line(selected.run, changes), quiet=quiet)
+                    opened, own, more = select(folder, opened, recipe, changes, choice=is_free, quiet=quiet)
+                    if own.record.status != "finished":
+                        folder.update(status=own.record.status)
+                        return Run(own.path)
+                    opened, recipe, changes = with_validation_rows(opened, own, more)
+                    announce(folder, selection_line(own, changes), quiet=quiet)
             decided = prepared(folder, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone

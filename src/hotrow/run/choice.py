@@ -1,13 +1,12 @@
 """What `fit` does before its last run: raw rows are packed, and validation rows choose features, epochs and steps.
 
-    decided = prepared(folder, opened, recipe, changes, ...)        # rows packed, and the config of a run on them
-    found = select(folder, opened, recipe, changes, ...)            # trains RUN/selection, or candidates in it
-    opened, recipe, changes = with_validation_rows(found)           # what the last run trains
+    opened, own, more = select(folder, opened, recipe, changes, ...)    # trains RUN/selection, or candidates in it
+    opened, recipe, changes = with_validation_rows(opened, own, more)   # what the last run trains
+    config = prepared(folder, opened, recipe, changes, ...)             # its rows packed, and its config
 
-Features here are the schema's `statistics`: none, those of one column, of up to two, of up to three, each by every rule
-of `statistics_by`. By successive halving all of them train on a short schedule, the better half on a full one, and the
-best of these for more epochs too. Within one standard error of the lowest loss the plainest is taken: few validation
-rows cannot tell more.
+Features are the schema's `statistics` here: none, those of one column, of up to two, of up to three, each by the rules
+of `statistics_by`. All train on a short schedule, the better half on a full one, and the best of these for more epochs
+too. Within one standard error of the lowest loss the plainest is taken: few validation rows cannot tell more.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare.pipeline import Options, fingerprint, prepare
+from hotrow.data.prepare.pipeline import Interrupted, Options, fingerprint, prepare
 from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import Schema, parse_schema
@@ -46,12 +45,10 @@ MOST_ROWS = 500_000
 """Of a longer log, candidates train on a sample of about so many rows."""
 MEMBERS = 2
 """Models of a candidate, whose mean is scored: a single one may be the best by luck."""
-SHORT, FULL, LONG = 1 / 3, 1.0, 1.6
-"""Epochs of a candidate, as a share of the recipe's. The learning rate falls to zero over each."""
+LENGTHS = {"": 1 / 3, "-full": 1.0, "-long": 1.6}
+"""Epochs by what the name of a candidate's folder ends in, as a share of the recipe's. The rate falls to zero in each."""
 WHOLE = "whole"
-"""The run on all rows, if candidates trained on a sample."""
-_KINDS = ("none", "singles", "pairs", "triples")
-_RULES = {"time": "as of time", "rows": "out of fold"}
+"""The run on all rows, if candidates had a sample."""
 
 
 class Features(NamedTuple):
@@ -64,13 +61,8 @@ class Features(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of a folder."""
-        return _KINDS[min(self.columns, 3)] + ("" if self.by is None else f"-{self.by if self.by in _RULES else 'by'}")
-
-    @property
-    def title(self) -> str:
-        rule = "" if self.by is None else f", {_RULES.get(self.by, f'out of fold by {self.by}')}"
-        return ("no statistics", *(" and ".join(_KINDS[1 : n + 1]) for n in (1, 2, 3)))[min(self.columns, 3)] + rule
+        rule = self.by if self.by in (None, "time", "rows") else "groups"
+        return ("none", "singles", "pairs", "triples")[min(self.columns, 3)] + (f"-{rule}" if rule else "")
 
     def of(self, opened: OpenedSource) -> OpenedSource:
         """Returns the source with these statistics alone."""
@@ -97,38 +89,27 @@ class _Tried(NamedTuple):
     """By part of the validation rows."""
 
     @property
+    def name(self) -> str:
+        return self.run.path.name
+
+    @property
     def loss(self) -> float:
         return float(self.losses.mean())
+
+    @property
+    def figures(self) -> str:
+        return self.run.record.trained_for.line((self.run.record.metrics or {})["val"])
 
     @property
     def seconds(self) -> float:
         return self.run.record.total_s or self.run.record.train_s or 0.0
 
-    @property
-    def epochs(self) -> int:
-        return int(self.run.options()["train.epochs"])
 
-    @property
-    def title(self) -> str:
-        return f"{self.features.title}, {num_of(self.epochs, 'epoch')}"
-
-
-class _StoppedError(Exception):
-    """A run was asked to stop."""
-
-    def __init__(self, run: RunFolder) -> None:
-        super().__init__()
-        self.run = run
-
-
-class Selected(NamedTuple):
-    """What validation rows have chosen."""
-
-    opened: OpenedSource
-    run: RunFolder
-    """The run that found the steps. It has finished, or was interrupted."""
-    options: Mapping[str, Any] = {}
-    """What the last run has otherwise than this one."""
+def plainest(tried: Sequence[_Tried]) -> _Tried:
+    """Returns the first of the candidates whose loss is within a standard error of the lowest."""
+    best = min(tried, key=lambda each: each.loss)
+    found = ((each, *difference(each.losses, best.losses)) for each in tried)
+    return next(each for each, worse, error in found if worse <= error)
 
 
 def can_refit(opened: OpenedSource, config: Config) -> bool:
@@ -152,16 +133,20 @@ def select(
     *,
     choice: bool,
     quiet: bool,
-) -> Selected:
-    """Trains without the validation rows, and finds by them how many steps to train, and with `choice` which features
-    and epochs. What an earlier call has finished is found again; what it has not is made again."""
+) -> tuple[OpenedSource, RunFolder, dict[str, Any]]:
+    """Finds by validation rows how many steps to train, and with `choice` which features, and for how many epochs.
+
+    What an earlier call has finished is found again; what it has not is made again. Returns the source with what was
+    chosen, the run that found the steps, which may be interrupted, and options that the next one has otherwise. Raises
+    Interrupted if a candidate was.
+    """
     path = folder.path / SELECTION
-    if choice:
-        if is_taken(path / RUN):
-            remove(path, within=folder.path)
-        return _Choice(folder, opened, changes, quiet=quiet).made()
-    folder.update(choice=None)
-    return Selected(opened, _trained(folder, path, opened, recipe, changes, quiet=quiet))
+    if not choice:
+        folder.update(choice=None)
+        return opened, _trained(folder, path, opened, recipe, changes, quiet=quiet), {}
+    if is_taken(path / RUN):
+        remove(path, within=folder.path)
+    return _Choice(folder, opened, changes, quiet=quiet).made()
 
 
 def _trained(
@@ -201,55 +186,48 @@ class _Choice:
         self._sample = min(1.0, MOST_ROWS / max(1, opened.source.scout().num_rows))
         self._given, self._tried = overrides_of(changes), list[_Tried]()
 
-    def made(self) -> Selected:
-        """Trains the candidates, and says and records which one is chosen."""
-        folder, whole = self._folder, self._sample == 1
-        try:
-            found = [self._try(features, SHORT) for features in candidates(self._opened.schema)]
-            better = sorted(found, key=lambda each: each.loss)[: max(2, len(found) // 2)]
-            kept = [each.features for each in found if each.features in {own.features for own in better}]
-            self._give_back(kept)
-            last = [self._try(features, FULL) for features in kept]
-            chosen = plainest(last)
-            if whole and "train.epochs" not in self._given:
-                last.append(self._try(chosen.features, LONG))
-                chosen = plainest([chosen, last[-1]])
-        except _StoppedError as interrupted:
-            return Selected(self._opened, interrupted.run)
-        self._give_back([chosen.features] if whole else [], chosen.run)
-        folder.update(choice=self._record(chosen, chosen.run.path.name if whole else WHOLE))
-        announce(folder, self._why(chosen, last), quiet=self._quiet)
-        opened = chosen.features.of(self._opened)
-        if not whole:
-            path = folder.path / SELECTION / WHOLE
-            return Selected(opened, _trained(folder, path, opened, None, self._changes, quiet=self._quiet))
-        train_rows, model = (chosen.run.record.rows or {})["train"], chosen.run.options()["model.name"]
-        of_recipe = {"model.members": choose_recipe(train_rows, model=model).get("model.members")}
-        return Selected(opened, chosen.run, of_recipe if self._sets_members(model) else {})
+    def made(self) -> tuple[OpenedSource, RunFolder, dict[str, Any]]:
+        """Trains the candidates, says and records which one is chosen; see `select`."""
+        found = [self._try(features, "") for features in candidates(self._opened.schema)]
+        better = sorted(found, key=lambda each: each.loss)[: max(2, len(found) // 2)]
+        kept = sorted({each.features for each in better}, key=[each.features for each in found].index)
+        self._give_back(kept)
+        chosen = plainest(last := [self._try(features, "-full") for features in kept])
+        if self._sample == 1 and "train.epochs" not in self._given:
+            last.append(self._try(chosen.features, "-long"))
+            chosen = plainest([chosen, last[-1]])
+        self._say(chosen, min(last, key=lambda each: each.loss))
+        opened, own, options = chosen.features.of(self._opened), chosen.run, dict[str, Any]()
+        if self._sample < 1:
+            self._give_back([])
+            path = self._folder.path / SELECTION / WHOLE
+            return opened, _trained(self._folder, path, opened, None, self._changes, quiet=self._quiet), options
+        self._give_back([chosen.features], own)
+        if self._sets_members(model := own.options()["model.name"]):
+            options["model.members"] = choose_recipe((own.record.rows or {})["train"], model=model)["model.members"]
+        return opened, own, options
 
     def _sets_members(self, model: str) -> bool:
-        return "members" in MODELS[model].model_fields and "model.members" not in self._given
+        return "members" in MODELS[model].small and "model.members" not in self._given
 
-    def _try(self, features: Features, share: float) -> _Tried:
-        """Trains a candidate for a share of the recipe's epochs, or finds the run that did. Raises _StoppedError."""
+    def _try(self, features: Features, length: str) -> _Tried:
+        """Trains a candidate, or finds the run that did."""
         began_s, opened = time.monotonic(), features.of(self._opened)
         packed = self._folder.path / SELECTION / features.name
-        path = packed.with_name(features.name + {SHORT: "", FULL: "-full", LONG: "-long"}[share])
+        path = packed.with_name(features.name + length)
         with _begun(self._folder, path, opened) as own:
             if own.record.status != "finished":
-                config = self._config(own, opened, packed / "data", share)
+                config = self._config(own, opened, packed / "data", LENGTHS[length])
                 if train(config, folder=own, quiet=True).record.status != "finished":
-                    raise _StoppedError(own)
+                    raise Interrupted(f"{path} was stopped; the same command goes on, with what has finished")
                 own.update(total_s=time.monotonic() - began_s)
         losses = losses_by_step(own.measurements())
-        found = _Tried(features, own, losses.get(own.record.chosen_step or 0, losses[max(losses)]))
-        self._tried.append(found)
-        figures = own.record.trained_for.line((own.record.metrics or {})["val"])
-        announce(self._folder, f"{found.title}: {figures} on validation rows, {found.seconds:.1f} s", quiet=self._quiet)
+        self._tried.append(found := _Tried(features, own, losses[own.record.chosen_step or max(losses)]))
+        self._announce(f"{found.name}: {found.figures} on validation rows, {found.seconds:.1f} s")
         return found
 
     def _config(self, own: RunFolder, opened: OpenedSource, data: Path, share: float) -> Config:
-        """The config of a candidate, whose rows are packed for its first run."""
+        """The config of a candidate, whose rows are packed for its first run. share: of the recipe's epochs."""
         quiet, rows = self._quiet or bool(self._tried), self._folder.path / ROWS
         with own:
             dataset = _prepare_into(own, opened, data, quiet=quiet, rows=rows, sample=self._sample)
@@ -265,38 +243,30 @@ class _Choice:
             for name in [*names, *([] if each.features in kept else ["data"])]:
                 remove(each.run.path / name, within=self._folder.path)
 
-    def _record(self, chosen: _Tried, run: str) -> Choice:
+    def _say(self, chosen: _Tried, lowest: _Tried) -> None:
+        """Records all candidates, and says which one is chosen, and why."""
+
         def outcome(each: _Tried) -> Candidate:
             worse, error = difference(each.losses, chosen.losses)
-            return Candidate(each.features.title, each.epochs, each.loss, worse, error, each.seconds)
+            return Candidate(int(each.run.options()["train.epochs"]), each.loss, worse, error, each.seconds)
 
-        return Choice(chosen.run.path.name, run, {each.run.path.name: outcome(each) for each in self._tried})
-
-    def _why(self, chosen: _Tried, last: Sequence[_Tried]) -> str:
-        """Returns what is chosen among the last candidates, and why, in words."""
-        lowest = min(last, key=lambda each: each.loss)
-        why = "it has the lowest loss on validation rows"
+        run = chosen.name if self._sample == 1 else WHOLE
+        self._folder.update(choice=Choice(chosen.name, run, {each.name: outcome(each) for each in self._tried}))
+        why = "has the lowest loss on validation rows"
         if lowest is not chosen:
             less, error = difference(chosen.losses, lowest.losses)
-            why = f"{lowest.title}: a loss lower by {less:.2g} +- {error:.2g}, which is noise"
-        of = "" if self._sample == 1 else f", of {self._sample:.1%} of the rows"
-        return f"chosen: {chosen.title} ({why}{of}; without a choice: --no-choice)"
+            why = f"is plainer than {lowest.name}, whose loss is lower by {less:.2g} +- {error:.2g}: noise"
+        self._announce(f"chosen: {chosen.name}, which {why} (--no-choice: all that was guessed)")
+
+    def _announce(self, line: str) -> None:
+        announce(self._folder, line, quiet=self._quiet)
 
 
-def plainest(tried: Sequence[_Tried]) -> _Tried:
-    """Returns the first of the candidates whose loss is within a standard error of the lowest."""
-    best = min(tried, key=lambda each: each.loss)
-    for each in tried:
-        worse, error = difference(each.losses, best.losses)
-        if worse <= error:
-            return each
-    return best
-
-
-def with_validation_rows(selected: Selected) -> tuple[OpenedSource, dict[str, Any], list[str]]:
-    """Returns the source with its validation rows among those that train, and the recipe that was selected: its own, up
-    to its last good step, with all steps stretched by the rows that came to it."""
-    opened, own = selected.opened, selected.run
+def with_validation_rows(
+    opened: OpenedSource, own: RunFolder, options: Mapping[str, Any]
+) -> tuple[OpenedSource, dict[str, Any], list[str]]:
+    """Returns the source with its validation rows among those that train, and the recipe that a selection found: its
+    own, up to its last good step, with all steps stretched by the rows that came to it, and with other `options`."""
     train_share, validation, test = opened.schema.split.fractions
     rows, recipe = own.record.rows or {}, read_config(own.path / CONFIG)
     config = make_config(recipe, origin=str(own.path / CONFIG))
@@ -312,7 +282,7 @@ def with_validation_rows(selected: Selected) -> tuple[OpenedSource, dict[str, An
         "train.eval_every": None,
         "train.early_stopping": None,
         **{f"optimizer.schedule.{name}": steps for name, steps in schedule.items()},
-        **selected.options,
+        **options,
     }
     opened = opened.with_options(fractions=(train_share + validation, 0.0, test))
     return opened, recipe_of(recipe) or {}, as_overrides(changes)

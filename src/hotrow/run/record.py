@@ -135,9 +135,8 @@ class Parent:
 
 @record(config=STRICT)
 class Candidate:
-    """Features and epochs that `fit` tried, and how good they were on validation rows."""
+    """Features and epochs that `fit` tried, and the loss on validation rows."""
 
-    features: str
     epochs: Count
     loss: FiniteFloat
     worse: FiniteFloat
@@ -145,7 +144,7 @@ class Candidate:
     error: Amount
     """The standard error of `worse`."""
     seconds: Amount
-    """Of packing, if its rows were not packed yet, and of training."""
+    """Of packing, if rows were not packed yet, and of training."""
 
 
 _Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
@@ -153,13 +152,12 @@ _Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
 
 @record(config=STRICT)
 class Choice:
-    """What `fit` chose among; see run/choice.py."""
+    """What `fit` chose among (run/choice.py): folders in selection/."""
 
     chosen: _Folder
     run: _Folder
-    """The folder, in selection/, of the run that found the steps."""
+    """The run that found the steps."""
     candidates: dict[_Folder, Candidate]
-    """By their folders there."""
 
 
 @record(config=STRICT)
