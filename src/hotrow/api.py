@@ -65,17 +65,7 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
-from hotrow.run.choice import (
-    announce,
-    can_choose,
-    can_refit,
-    config_for,
-    prepared,
-    recipe_of,
-    select,
-    selection_line,
-    with_validation_rows,
-)
+from hotrow.run.choice import Asked, can_refit, recipe_of, select, selection_line, with_validation_rows
 from hotrow.run.evaluate import evaluate
 from hotrow.run.folder import ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
@@ -598,14 +588,14 @@ def fit(
         raise ValueError(f"{told[0]} is for raw data, but {data} is a packed dataset; leave it out")
     schema, changed = _schema(schema, read), _split_options(split)
     parts = check_options(**changed)
-    name = f"{_name_of(data)}-{model}"
+    name, asked = f"{_name_of(data)}-{model}", Asked(recipe, changes, quiet=quiet)
     with joined() as comm:
         on_every_rank(comm, lambda: check_free(run))
         if packed:
             dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
             folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
             quiet = quiet or comm.rank > 0
-            decided = config_for(dataset, folder, recipe, changes, quiet=quiet)
+            decided = replace(asked, quiet=quiet).config(folder, dataset)
             return Run(train(decided, folder=folder, quiet=quiet, comm=comm).path)
         if comm.size > 1:
             raise ValueError(
@@ -621,15 +611,14 @@ def fit(
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
             with folder:
                 if refit and can_refit(opened, checked):
-                    is_free = choice and schema is None and recipe is None
-                    is_free = is_free and can_choose(opened.schema, checked, changes)
-                    opened, own, more = select(folder, opened, recipe, changes, choice=is_free, quiet=quiet)
+                    is_free = choice and schema is None
+                    opened, own, more = select(folder, opened, asked, checked, choice=is_free)
                     if own.record.status != "finished":
                         folder.update(status=own.record.status)
                         return Run(own.path)
-                    opened, recipe, changes = with_validation_rows(opened, own, more)
-                    announce(folder, selection_line(own, changes), quiet=quiet)
-            decided = prepared(folder, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
+                    opened, asked = with_validation_rows(opened, own, more, quiet=quiet)
+                    asked.announce(folder, selection_line(own, asked.given))
+            decided = asked.config(folder, asked.packed(folder, opened, rows=folder.path / ROWS))
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
             return Run(train(decided, folder=folder, quiet=quiet).path)

@@ -135,16 +135,14 @@ class Parent:
 
 @record(config=STRICT)
 class Candidate:
-    """Features and epochs that `fit` tried, and the loss on validation rows."""
+    """Features and epochs that `fit` tried, and their loss on validation rows."""
 
     epochs: Count
     loss: FiniteFloat
     worse: FiniteFloat
-    """By how much the loss is above that of the candidate that was chosen."""
+    """By how much it is above that of the chosen candidate; `error` is the standard error of that."""
     error: Amount
-    """The standard error of `worse`."""
     seconds: Amount
-    """Of packing, if rows were not packed yet, and of training."""
 
 
 _Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
@@ -152,11 +150,10 @@ _Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
 
 @record(config=STRICT)
 class Choice:
-    """What `fit` chose among (run/choice.py): folders in selection/."""
+    """What `fit` chose among: folders in selection/ (run/choice.py). `run` found the steps."""
 
     chosen: _Folder
     run: _Folder
-    """The run that found the steps."""
     candidates: dict[_Folder, Candidate]
 
 
@@ -190,8 +187,6 @@ class RunRecord:
     preparation: str | None = None
     choice: Choice | None = None
     """None if nothing was chosen but the number of steps."""
-    total_s: Amount | None = None
-    """Seconds of a candidate of `fit`: of packing its rows, and of training."""
     launch: Launch | None = None
     """None if torchrun did not begin the run."""
     error: str | None = None
