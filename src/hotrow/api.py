@@ -15,7 +15,7 @@ import reprlib
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -65,7 +65,7 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
-from hotrow.run.choice import Asked, can_refit, recipe_of, select, selection_line, with_validation_rows
+from hotrow.run.choice import Asked, Selection, can_refit, recipe_of, selection_line, with_validation_rows
 from hotrow.run.evaluate import evaluate
 from hotrow.run.folder import ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
@@ -612,12 +612,15 @@ def fit(
             with folder:
                 if refit and can_refit(opened, checked):
                     is_free = choice and schema is None
-                    opened, own, more = select(folder, opened, asked, checked, choice=is_free)
-                    if own.record.status != "finished":
-                        folder.update(status=own.record.status)
-                        return Run(own.path)
-                    opened, asked = with_validation_rows(opened, own, more, quiet=quiet)
-                    asked.announce(folder, selection_line(own, asked.given))
+                    selection = Selection(folder, opened, asked, checked, choice=is_free)
+                    with closing(selection.runs()) as found:
+                        for own, decided, is_quiet in found:
+                            train(decided, folder=own, quiet=is_quiet)
+                    if selection.run.record.status != "finished":
+                        folder.update(status=selection.run.record.status)
+                        return Run(selection.run.path)
+                    opened, asked = with_validation_rows(selection, quiet=quiet)
+                    asked.announce(folder, selection_line(selection.run, asked.given))
             decided = asked.config(folder, asked.packed(folder, opened, rows=folder.path / ROWS))
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone

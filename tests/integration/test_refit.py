@@ -15,7 +15,7 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
 from hotrow.report.page import how_selected
-from hotrow.run import choice, runs
+from hotrow.run import runs
 from hotrow.run.selection import step_to_stop_at
 from prepare_data import file_hashes
 
@@ -103,7 +103,7 @@ def test_ids_of_validation_rows_are_known_afterwards(once_and_twice: tuple[hotro
 def test_a_selection_that_was_interrupted_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call ends after the first run, and the second goes on with the second one."""
     options = {"label": "click", "run": tmp_path / "run", **OPTIONS}
-    rows, calls, train = clicks(1500, timed=False), [], runs.train
+    rows, calls, train = clicks(1500, timed=False), [], api.train
 
     def counted(config: Any, **more: Any) -> Any:
         calls.append(config.run)
@@ -111,8 +111,7 @@ def test_a_selection_that_was_interrupted_is_trained_again(tmp_path: Path, monke
             raise KeyboardInterrupt
         return train(config, **more)
 
-    for module in (api, choice):
-        monkeypatch.setattr(module, "train", counted)
+    monkeypatch.setattr(api, "train", counted)
     with pytest.raises(KeyboardInterrupt):
         hotrow.fit(rows, **options)
     assert hotrow.fit(rows, **options).record.status == "finished"

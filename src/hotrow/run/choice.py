@@ -1,7 +1,8 @@
 """What `fit` does before its last run: raw rows are packed, and validation rows choose features, epochs and steps.
 
-    opened, own, more = select(folder, opened, asked, ...)                # trains RUN/selection, or candidates in it
-    opened, asked = with_validation_rows(opened, own, more)               # what the last run trains
+    for own, config, quiet in selection.runs():             # RUN/selection, or candidates in it
+        train(config, folder=own, quiet=quiet)
+    opened, asked = with_validation_rows(selection, ...)    # what the last run trains
     config = asked.config(folder, asked.packed(folder, opened, ...))
 
 Features are the schema's `statistics` here: none, those of one column, of up to two, of up to three, each by the rules
@@ -14,11 +15,11 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,6 @@ from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.models import MODELS
 from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder
 from hotrow.run.record import Candidate, Choice
-from hotrow.run.runs import train
 from hotrow.run.selection import difference, losses_by_step, step_to_stop_at
 from hotrow.setup.setup import SELECTION
 
@@ -114,51 +114,10 @@ def can_refit(opened: OpenedSource, config: Config) -> bool:
     return has_parts and config.hot.schedule != "fae"  # which follows the loss on validation rows
 
 
-def select(
-    folder: RunFolder, opened: OpenedSource, asked: Asked, config: Config, *, choice: bool
-) -> tuple[OpenedSource, RunFolder, dict[str, Any]]:
-    """Finds by validation rows how many steps to train, and with `choice` which features, and for how many epochs.
-
-    What an earlier call has finished is found again; what it has not is made again. config: of what is asked, but for
-    the recipe. Returns the source with what was chosen, the run that found the steps, which may be interrupted, and
-    options that the next one has otherwise. Raises Interrupted if a candidate was.
-    """
-    path = folder.path / SELECTION
-    is_fixed = any(name.startswith(("train.max_steps", "optimizer.schedule")) for name in asked.given)
-    if not choice or is_fixed or asked.recipe or not opened.schema.statistics or config.model.trained_for.retrieves:
-        folder.update(choice=None)
-        return opened, _trained(folder, path, opened, asked), {}
-    if is_taken(path / RUN):
-        remove(path, within=folder.path)
-    return _Choice(folder, opened, asked, config.model.name).made()
-
-
-def _trained(folder: RunFolder, path: Path, opened: OpenedSource, asked: Asked) -> RunFolder:
-    """The run at `path`, below `folder`, that finds the best step by its validation rows."""
-    with _begun(folder, path, opened) as own:
-        if own.record.status != "finished":
-            dataset = asked.packed(own, opened, rows=folder.path / ROWS)
-            train(asked.config(own, dataset), folder=own, quiet=asked.quiet)
-    return own
-
-
-@contextmanager
-def _begun(folder: RunFolder, path: Path, opened: OpenedSource) -> Iterator[RunFolder]:
-    """The run at `path`, below `folder`: one that has finished, or one to train."""
-    if is_taken(path / CONFIG) and (found := RunFolder.open(path)).record.status == "finished":
-        yield found
-        return
-    if is_taken(path / CONFIG) or not is_taken(path / RUN):
-        remove(path, within=folder.path)
-    with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
-        yield own
-
-
-def with_validation_rows(
-    opened: OpenedSource, own: RunFolder, options: Mapping[str, Any], *, quiet: bool
-) -> tuple[OpenedSource, Asked]:
-    """Returns the source with its validation rows among those that train, and the recipe that a selection found: its
-    own, up to its last good step, with all steps stretched by the rows that came to it, and with other `options`."""
+def with_validation_rows(selection: Selection, *, quiet: bool) -> tuple[OpenedSource, Asked]:
+    """Returns the source with its validation rows among those that train, and the recipe that was found: that of the
+    run, up to its last good step, with all steps stretched by the rows that came to it."""
+    opened, own = selection.opened, selection.run
     train_share, validation, test = opened.schema.split.fractions
     rows, recipe = own.record.rows or {}, read_config(own.path / CONFIG)
     config = make_config(recipe, origin=str(own.path / CONFIG))
@@ -174,7 +133,7 @@ def with_validation_rows(
         "train.eval_every": None,
         "train.early_stopping": None,
         **{f"optimizer.schedule.{name}": steps for name, steps in schedule.items()},
-        **options,
+        **selection.options,
     }
     opened = opened.with_options(fractions=(train_share + validation, 0.0, test))
     return opened, Asked(recipe_of(recipe), as_overrides(changes), quiet=quiet)
@@ -237,6 +196,10 @@ def candidates(schema: Schema) -> list[Features]:
     return [Features(0), *(Features(size, rule) for size in sizes for rule in rules)]
 
 
+Job: TypeAlias = tuple[RunFolder, Config, bool]
+"""A run to train, and whether it says nothing."""
+
+
 class _Tried(NamedTuple):
     """A candidate that was trained."""
 
@@ -266,74 +229,117 @@ def plainest(tried: Sequence[_Tried]) -> _Tried:
     return next(each for each, worse, error in found if worse <= error)
 
 
-class _Choice:
-    """The candidates of `fit`, each trained in a folder of RUN/selection."""
+class Selection:
+    """Runs that find by validation rows how many steps to train, and with `choice` which features and how many epochs.
 
-    def __init__(self, folder: RunFolder, opened: OpenedSource, asked: Asked, model: str) -> None:
-        self._folder, self._opened, self._asked, self._model = folder, opened, asked, model
-        self._sets_members = "members" in MODELS[model].small and "model.members" not in asked.given
+    What an earlier call has finished is found again; what it has not is made again.
+    """
+
+    def __init__(self, folder: RunFolder, opened: OpenedSource, asked: Asked, config: Config, *, choice: bool) -> None:
+        """config: of what is asked, but for the recipe."""
+        self.opened, self.run = opened, folder
+        """The source with what was chosen, and the run that found the steps, or one that was interrupted."""
+        self.options: dict[str, Any] = {}
+        """What the last run has otherwise than `run`."""
+        self._folder, self._asked, self._model = folder, asked, config.model.name
+        is_fixed = any(name.startswith(("train.max_steps", "optimizer.schedule")) for name in asked.given)
+        has_losses = not config.model.trained_for.retrieves
+        self._chooses = choice and not (is_fixed or asked.recipe) and has_losses and bool(opened.schema.statistics)
+        self._sets_members = "members" in MODELS[self._model].small and "model.members" not in asked.given
         self._sample = min(1.0, MOST_ROWS / max(1, opened.source.scout().num_rows))
         self._tried: list[_Tried] = []
 
-    def made(self) -> tuple[OpenedSource, RunFolder, dict[str, Any]]:
-        """Trains the candidates; says and records which one is chosen, and why. See `select`."""
-        found = [self._try(features, "") for features in candidates(self._opened.schema)]
+    def runs(self) -> Generator[Job, None, None]:
+        """Yields what is to be trained before the next one is asked for. Raises Interrupted if a candidate was."""
+        path = self._folder.path / SELECTION
+        if not self._chooses:
+            self._folder.update(choice=None)
+            self.run = yield from self._whole(path)
+            return
+        if is_taken(path / RUN):
+            remove(path, within=self._folder.path)
+        found = []
+        for features in candidates(self.opened.schema):
+            found.append((yield from self._try(features, "")))
         better = sorted(found, key=lambda each: each.loss)[: max(2, len(found) // 2)]
-        kept = sorted({each.features for each in better}, key=[each.features for each in found].index)
-        self._give_back(kept)
-        chosen = plainest(last := [self._try(features, "-full") for features in kept])
+        self._give_back([each.features for each in better])
+        last = []
+        for each in found:
+            if each in better:
+                last.append((yield from self._try(each.features, "-full")))
+        chosen = plainest(last)
         if self._sample == 1 and "train.epochs" not in self._asked.given:
-            last.append(self._try(chosen.features, "-long"))
+            last.append((yield from self._try(chosen.features, "-long")))
             chosen = plainest([chosen, last[-1]])
-        lowest, why = min(last, key=lambda each: each.loss), "has the lowest loss on validation rows"
+        self._take(chosen, min(last, key=lambda each: each.loss))
+        if self._sample < 1:
+            self.run = yield from self._whole(self._folder.selection)
+
+    def _take(self, chosen: _Tried, lowest: _Tried) -> None:
+        """Says which candidate is chosen, and why; records them all, and frees the disk of the others."""
+        folder, why = self._folder, "has the lowest loss on validation rows"
         if lowest is not chosen:
             less, error = difference(chosen.losses, lowest.losses)
             why = f"is plainer than {lowest.name}, whose loss is lower by {less:.2g} +- {error:.2g}: noise"
-        self._asked.announce(self._folder, f"chosen: {chosen.name}, which {why} (--no-choice: all that was guessed)")
-        return self._selected(chosen)
-
-    def _selected(self, chosen: _Tried) -> tuple[OpenedSource, RunFolder, dict[str, Any]]:
-        """Records the candidates, and frees the disk of all but the chosen one. If they had a sample of the rows, a run
-        on all of them finds the steps."""
-        folder, opened, own = self._folder, chosen.features.of(self._opened), chosen.run
+        self._asked.announce(folder, f"chosen: {chosen.name}, which {why} (--no-choice: all that was guessed)")
         outcomes = {each.name: each.outcome(chosen) for each in self._tried}
         folder.update(choice=Choice(chosen.name, chosen.name if self._sample == 1 else WHOLE, outcomes))
-        if self._sample < 1:
+        self.opened = chosen.features.of(self.opened)
+        if self._sample < 1:  # they know nothing of the steps for all rows
             self._give_back([])
-            return opened, _trained(folder, folder.selection, opened, self._asked), {}
-        self._give_back([chosen.features], own)
-        recipe = choose_recipe((own.record.rows or {})["train"], model=self._model)
-        return opened, own, {name: recipe[name] for name in ["model.members"] if self._sets_members}
+            return
+        self.run = chosen.run
+        self._give_back([chosen.features])
+        if self._sets_members:
+            recipe = choose_recipe((chosen.run.record.rows or {})["train"], model=self._model)
+            self.options = {"model.members": recipe["model.members"]}
 
-    def _try(self, features: Features, length: str) -> _Tried:
-        """Trains a candidate, or finds the run that did. What is packed for its first run serves the others."""
-        began_s, opened, asked = time.monotonic(), features.of(self._opened), self._asked
-        packed, rows = self._folder.path / SELECTION / features.name, self._folder.path / ROWS
-        with _begun(self._folder, packed.with_name(features.name + length), opened) as own:
-            if own.record.status != "finished":
-                first = replace(asked, quiet=asked.quiet or bool(self._tried))
-                dataset = first.packed(own, opened, packed / "data", rows=rows, sample=self._sample)
-                config = self._config(own, dataset, LENGTHS[length])
-                if train(config, folder=own, quiet=True).record.status != "finished":
-                    raise Interrupted(f"{own.path} was stopped; the same command goes on behind what has finished")
+    def _whole(self, path: Path) -> Generator[Job, None, RunFolder]:
+        """The run on all rows."""
+        asked, opened, rows = self._asked, self.opened, self._folder.path / ROWS
+        return self._trained(path, opened, lambda own: asked.config(own, asked.packed(own, opened, rows=rows)))
+
+    def _try(self, features: Features, length: str) -> Generator[Job, None, _Tried]:
+        """Trains a candidate, or finds the run that did."""
+        began_s, opened = time.monotonic(), features.of(self.opened)
+        path = self._folder.path / SELECTION / (features.name + length)
+        own = yield from self._trained(
+            path, opened, lambda own: self._config(own, opened, path.with_name(features.name), LENGTHS[length])
+        )
+        if own.record.status != "finished":
+            raise Interrupted(f"{path} was stopped; the same command goes on behind what has finished")
         record, losses = own.record, losses_by_step(own.measurements())
         seconds = max(time.monotonic() - began_s, record.train_s or 0.0)  # of a run that was found its steps are known
         found = _Tried(features, own, seconds, losses.get(record.chosen_step or 0, losses[max(losses)]))
         self._tried.append(found)
         figures = record.trained_for.line((record.metrics or {})["val"])
-        asked.announce(self._folder, f"{found.name}: {figures} on validation rows, {seconds:.1f} s")
+        self._asked.announce(self._folder, f"{found.name}: {figures} on validation rows, {seconds:.1f} s")
         return found
 
-    def _config(self, own: RunFolder, dataset: PackedDataset, share: float) -> Config:
-        """The config of a candidate. share: of the recipe's epochs."""
-        asked = replace(self._asked, quiet=True)
-        more = {"train.epochs": max(1, round(share * asked.config(own, dataset).train.epochs))}
+    def _config(self, own: RunFolder, opened: OpenedSource, first: Path, share: float) -> Config:
+        """The config of a candidate. first: its first run, for which rows are packed. share: of the recipe's epochs."""
+        quiet, rows = replace(self._asked, quiet=True), self._folder.path / ROWS
+        asked = quiet if self._tried else self._asked
+        dataset = asked.packed(own, opened, first / "data", rows=rows, sample=self._sample)
+        more = {"train.epochs": max(1, round(share * quiet.config(own, dataset).train.epochs))}
         more |= {"model.members": MEMBERS} if self._sets_members else {}
-        return replace(asked, changes=[*asked.changes, *as_overrides(more)]).config(own, dataset)
+        return replace(quiet, changes=[*quiet.changes, *as_overrides(more)]).config(own, dataset)
 
-    def _give_back(self, kept: Sequence[Features], run: RunFolder | None = None) -> None:
+    def _trained(
+        self, path: Path, opened: OpenedSource, decide: Callable[[RunFolder], Config]
+    ) -> Generator[Job, None, RunFolder]:
+        """The run at `path`: one that has finished, or one to train."""
+        if is_taken(path / CONFIG) and (found := RunFolder.open(path)).record.status == "finished":
+            return found
+        if is_taken(path / CONFIG) or not is_taken(path / RUN):
+            remove(path, within=self._folder.path)
+        with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
+            yield own, decide(own), self._asked.quiet or (self._chooses and path.name != WHOLE)
+        return own
+
+    def _give_back(self, kept: Sequence[Features]) -> None:
         """Removes packed rows except those of the features that are kept, and weights except those of `run`."""
         for each in self._tried:
-            names = [] if each.run is run else ["checkpoints", "encoder"]
+            names = [] if each.run is self.run else ["checkpoints", "encoder"]
             for name in [*names, *([] if each.features in kept else ["data"])]:
                 remove(each.run.path / name, within=self._folder.path)
