@@ -95,19 +95,15 @@ def chosen(tmp_path_factory: pytest.TempPathFactory, trained: Weights) -> hotrow
 
 
 def test_a_stopped_choice_goes_on_and_labels_of_the_test_change_nothing(
-    chosen: hotrow.Run, trained: Weights, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    chosen: hotrow.Run, trained: Weights, tmp_path: Path
 ) -> None:
     """It equals, to the bit, a run that was never stopped, with other labels on its test rows."""
-    other = fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)), quiet=False)
+    other = fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))
     assert weights(other) == weights(chosen) and outcomes(other) == outcomes(chosen)
     assert other.metrics != chosen.metrics, "the test rows have other labels"
     begun = [name for name, _ in trained]
     assert begun[:4] == [*SHORT, SHORT[2]] and begun[4] == begun[5] == "none-full"
     assert len({*begun[5:]}) == len(begun[5:]) == 3, "what has finished is not trained again"
-    said = capfd.readouterr().err.splitlines()
-    for name in outcomes(other):
-        assert sum(line.startswith(f"{name}: AUC") for line in said) == 1
-    assert sum(line.startswith("chosen: ") for line in said) == 1
 
 
 def test_what_is_kept_of_candidates(chosen: hotrow.Run) -> None:
@@ -154,15 +150,21 @@ def test_labels_of_validation_rows_teach_no_candidate(chosen: hotrow.Run, traine
     assert outcomes(other) != outcomes(chosen) and weights(other) != weights(chosen)
 
 
-def test_candidates_of_a_long_log_train_on_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_of_a_long_log_train_on_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(choice, "MOST_ROWS", N // 2)
-    run = fit(tmp_path / "run", clicks(), epochs=1)
+    run = fit(tmp_path / "run", clicks(), epochs=1, quiet=False)
     record = run.record.choice
     assert record is not None and record.run == "whole" and record.chosen.endswith("-full")
     sampled, whole = (RunFolder.open(run.path / "selection" / name).record.rows for name in (record.chosen, "whole"))
     assert sum(sampled.values()) == pytest.approx(N / 2, abs=80) and sum(whole.values()) == N
     assert not [*(run.path / "selection").glob("[!w]*/data")]
     assert sum(run.record.rows.values()) == N
+    said = capfd.readouterr().err.splitlines()
+    for name in outcomes(run):
+        assert sum(line.startswith(f"{name}: AUC") for line in said) == 1
+    assert sum(line.startswith("chosen: ") for line in said) == 1
 
 
 STATISTICS = ["a", "b", ["a", "b"], ["a", "b", "c"]]
