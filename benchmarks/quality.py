@@ -82,6 +82,7 @@ def hotrow_scores(folder: Path, split: NDArray[np.uint8], seeds: Sequence[int]) 
     """Returns the scores of test rows for each seed, once it is sure that hotrow tested on these rows too."""
     import hotrow
     from hotrow.data.packed.reader import PackedDataset
+    from hotrow.run.folder import RunFolder
 
     test = polars.read_csv(folder / "test.csv", infer_schema=False)
     label, found = test["label"].cast(polars.Float64).to_numpy(), []
@@ -94,7 +95,7 @@ def hotrow_scores(folder: Path, split: NDArray[np.uint8], seeds: Sequence[int]) 
             quiet=True,
             **{"train.seed": seed},
         )
-        data = PackedDataset.open(run.path / "selection" / "data")
+        data = PackedDataset.open(RunFolder.open(run.folder.selection).record.dataset["path"])
         rows = [data.split(name).num_rows for name in ("train", "val", "test")]
         assert rows == np.bincount(split, minlength=3).tolist(), f"hotrow splits the rows of {folder.name} as {rows}"
         found.append(run.predict(folder / "test.csv").astype(float))

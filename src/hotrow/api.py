@@ -12,11 +12,10 @@ import functools
 import json
 import re
 import reprlib
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -34,23 +33,21 @@ from torch import Tensor
 
 from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
-from hotrow.base.progress import ProgressCallback, num_of, progress_bar
+from hotrow.base.progress import ProgressCallback, num_of
 from hotrow.base.records import nearest
 from hotrow.batch import Batch
-from hotrow.config.load import TUNE, apply_overrides, make_config, options, overrides_of, read_config, with_model
-from hotrow.config.recipe import as_overrides, choose_recipe
+from hotrow.config.load import apply_overrides, make_config, options, overrides_of, with_model
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset, Split
-from hotrow.data.prepare.pipeline import fingerprint, prepare
+from hotrow.data.prepare.pipeline import fingerprint
 from hotrow.data.prepare.prepare import Encoder, score_names
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import is_paths
-from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import NAMES, ReadOptions, with_read_options
-from hotrow.data.sources.registry import OpenedSource, open_source
+from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources.tabular import frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
@@ -68,17 +65,17 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
+from hotrow.run.choice import Asked, Selection, can_refit, recipe_of, selection_line, with_validation_rows
 from hotrow.run.evaluate import evaluate
-from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder, check_free, resume_command
+from hotrow.run.folder import ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, train
-from hotrow.run.selection import step_to_stop_at
 from hotrow.run.storage import close_tiers
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
 from hotrow.setup.device import DenseDevice
-from hotrow.setup.setup import SELECTION, Setup
+from hotrow.setup.setup import Setup
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -532,6 +529,7 @@ def fit(
     model: str | None = None,
     run: Path | str | None = None,
     refit: bool = True,
+    choice: bool = True,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -552,6 +550,9 @@ def fit(
         leaves the validation rows out and finds the last step at which they were scored best, within noise. The second
         one, in RUN, trains on them too, from the start, and takes more steps in proportion to its rows. If False, or if
         there are no validation rows, there is one run.
+    choice: whether, if nobody gave a schema, a recipe or the number of steps, several such first runs choose by their
+        validation rows which statistics of the label are inputs, and for how many epochs to train (docs/runs.md). If
+        False, all that the guessed schema lists are. Without `refit` nothing is chosen.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -563,7 +564,7 @@ def fit(
     """
     changes = [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
     from_run = overrides_of(changes).get("from_run")
-    recipe = _recipe(config_of(from_run) if config is None and from_run is not None else config)
+    recipe = recipe_of(config_of(from_run) if config is None and from_run is not None else config)
     named = {"model.name": model, "model.objective": read.objective}
     given = [f"{name}={_as_yaml(name, value)}" for name, value in named.items() if value is not None]
     changes = [*given, *changes]
@@ -587,14 +588,14 @@ def fit(
         raise ValueError(f"{told[0]} is for raw data, but {data} is a packed dataset; leave it out")
     schema, changed = _schema(schema, read), _split_options(split)
     parts = check_options(**changed)
-    name = f"{_name_of(data)}-{model}"
+    name, asked = f"{_name_of(data)}-{model}", Asked(recipe, changes, quiet=quiet)
     with joined() as comm:
         on_every_rank(comm, lambda: check_free(run))
         if packed:
             dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
             folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
             quiet = quiet or comm.rank > 0
-            decided = _config_for(dataset, folder, recipe, changes, quiet=quiet)
+            decided = replace(asked, quiet=quiet).config(folder, dataset)
             return Run(train(decided, folder=folder, quiet=quiet, comm=comm).path)
         if comm.size > 1:
             raise ValueError(
@@ -609,151 +610,21 @@ def fit(
         opened = opened.with_options(**changed)
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
             with folder:
-                if refit and _can_refit(opened, checked):
-                    with _selection(opened, folder) as own:
-                        if own.record.status != "finished":
-                            decided = _prepared(own, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
-                            train(decided, folder=own, quiet=quiet)
-                    selection = Run(own.path)
-                    if selection.record.status != "finished":
-                        folder.update(status=selection.record.status)
-                        return selection
-                    opened, recipe, changes = _with_validation_rows(opened, selection)
-                    _announce(folder, _selection_line(selection, changes), quiet=quiet)
-            decided = _prepared(folder, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
+                if refit and can_refit(opened, checked):
+                    is_free = choice and schema is None
+                    selection = Selection(folder, opened, asked, checked, choice=is_free)
+                    with closing(selection.runs()) as found:
+                        for own, decided, is_quiet in found:
+                            train(decided, folder=own, quiet=is_quiet)
+                    if selection.run.record.status != "finished":
+                        folder.update(status=selection.run.record.status)
+                        return Run(selection.run.path)
+                    opened, asked = with_validation_rows(selection, quiet=quiet)
+                    asked.announce(folder, selection_line(selection.run, asked.given))
+            decided = asked.config(folder, asked.packed(folder, opened, rows=folder.path / ROWS))
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
             return Run(train(decided, folder=folder, quiet=quiet).path)
-
-
-def _can_refit(opened: OpenedSource, config: Config) -> bool:
-    """Returns whether rows are split into parts of stated sizes, of which one validates and another tests."""
-    _, validation, test = opened.schema.split.fractions
-    has_parts = not isinstance(opened.source, CriteoSource) and min(validation, test) > 0
-    return has_parts and config.hot.schedule != "fae"  # which follows the loss on validation rows
-
-
-@contextmanager
-def _selection(opened: OpenedSource, folder: RunFolder) -> Iterator[RunFolder]:
-    """The run in `folder` that finds the best step by its validation rows: one that has finished, or one to train."""
-    path = folder.path / SELECTION
-    if is_taken(path / CONFIG):
-        if (found := RunFolder.open(path)).record.status == "finished":
-            yield found
-            return
-        remove(path, within=folder.path)
-    with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
-        yield own
-
-
-def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedSource, dict[str, Any], list[str]]:
-    """Returns the source with its validation rows among those that train, and the recipe that `selection` found: its
-    own, up to its last good step, with all steps stretched by the rows that came to it."""
-    train_share, validation, test = opened.schema.split.fractions
-    rows, recipe = selection.record.rows or {}, read_config(selection.path / CONFIG)
-    config = make_config(recipe, origin=str(selection.path / CONFIG))
-
-    def stretched(steps: int) -> int:
-        return round(steps * (rows["train"] + rows["val"]) / rows["train"])
-
-    steps = stretched(_last_good_step(selection))
-    given = config.train.max_steps
-    schedule = {name: stretched(steps) for name, steps in config.optimizer.schedule if isinstance(steps, int)}
-    changes = {
-        "train.max_steps": steps if given is None else min(steps, given),
-        "train.eval_every": None,
-        "train.early_stopping": None,
-        **{f"optimizer.schedule.{name}": steps for name, steps in schedule.items()},
-    }
-    opened = opened.with_options(fractions=(train_share + validation, 0.0, test))
-    return opened, _recipe(recipe) or {}, as_overrides(changes)
-
-
-def _last_good_step(selection: Run) -> int:
-    """Returns the step of the last weights that are, within noise, as good as those that a selection chose."""
-    record, chosen = selection.record, selection.record.chosen_step or 0
-    if record.monitor != record.trained_for.loss_figure:
-        return chosen
-    return step_to_stop_at(selection.folder.measurements(), chosen)
-
-
-def _selection_line(selection: Run, changes: Sequence[str]) -> str:
-    """Returns what a selection found, and what comes of it, in words."""
-    record = selection.record
-    found = record.trained_for.line((record.metrics or {})["val"])
-    steps = next(change.partition("=")[2] for change in changes if change.startswith("train.max_steps="))
-    best, last = f"{record.chosen_step:,} of {num_of(record.steps or 0, 'step')}", _last_good_step(selection)
-    alike = f", and within noise until step {last:,}" if last != record.chosen_step else ""
-    return (
-        f"validation rows: {found} after {best}{alike} ({selection.path}); now training on these rows too, from the "
-        f"start, {num_of(int(steps), 'step')}"
-    )
-
-
-def _prepared(
-    folder: RunFolder,
-    opened: OpenedSource,
-    recipe: Mapping[str, Any] | None,
-    changes: list[str],
-    *,
-    quiet: bool,
-    rows: Path,
-) -> Config:
-    """Packs the raw rows into the run's folder; returns the config of a run on them. rows: where they lie as read."""
-    with folder:
-        dataset = _prepare_into(folder, opened, quiet=quiet, rows=rows)
-    return _config_for(dataset, folder, recipe, changes, quiet=quiet)
-
-
-def _config_for(
-    dataset: PackedDataset, folder: RunFolder, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
-) -> Config:
-    """The config of a run on a dataset; without a recipe, one is chosen for its number of rows, and said."""
-    raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
-    with folder:
-        config = make_config(apply_overrides(raw, changes), origin="fit")
-        if recipe is not None:
-            return config
-        given = [change.partition("=")[0] for change in changes]
-        defaults = _defaults(dataset, config, given)
-        config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
-        rows = f"{dataset.split('train').num_rows:,} training rows"
-        folder.log(f"recipe for {rows}: {', '.join(defaults)}")
-        if not quiet:
-            size = f"batches of {config.train.batch_size}, {num_of(config.train.epochs, 'epoch')}"
-            print(
-                f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "
-                f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
-                file=sys.stderr,
-            )
-    return config
-
-
-def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool, rows: Path) -> PackedDataset:
-    """Returns the raw rows packed in the run's folder, packing them if need be; says and logs what was found."""
-
-    # What was found of these rows has been said when the validation rows were left out.
-    announce = functools.partial(_announce, folder, quiet=quiet or is_taken(folder.path / SELECTION))
-    out = folder.path / "data"
-    if is_taken(out / MANIFEST):
-        announce(f"{out} is prepared already")
-        return PackedDataset.open(out)
-    with nullcontext() if quiet else progress_bar() as progress:
-        return prepare(opened, out, progress=progress, announce=announce, rows=rows)
-
-
-def _announce(folder: RunFolder, line: str, *, quiet: bool) -> None:
-    folder.log(line)
-    if not quiet:
-        print(line, file=sys.stderr)
-
-
-def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the fields of a recipe except those that `fit` decides; None if no recipe is given."""
-    if config is None:
-        return None
-    raw = dict(config) if isinstance(config, Mapping) else read_config(config)
-    return {name: value for name, value in raw.items() if name not in ("data", "run", TUNE)}
 
 
 def _schema(schema: Any, read: ReadOptions) -> Schema | None:
@@ -793,19 +664,6 @@ def _readable(data: Any, folder: Path | None = None, *, strict: bool) -> Abstrac
             )
     rows = data if is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
     return spooled(rows, folder or Path(tempfile.gettempdir()))
-
-
-def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> list[str]:
-    """Returns the recipe for the dataset's number of rows. given: options that the user set, as `config` has them."""
-    train = config.train
-    recipe = choose_recipe(
-        dataset.split("train").num_rows,
-        model=config.model.name,
-        batch_size=train.batch_size if "train.batch_size" in given else None,
-        epochs=train.epochs if "train.epochs" in given else None,
-        validated="val" in dataset.splits and dataset.split("val").num_rows > 0,
-    )
-    return as_overrides(recipe)
 
 
 def _as_yaml(name: str, value: Any) -> str:

@@ -78,11 +78,11 @@ def test_fit_names_logs_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
-    result = command("fit", "my *.parquet", "--label", "click", "--json")
+    result = command("fit", "my *.parquet", "--label", "click", "--no-choice", "--json")
     prog, *arguments = shlex.split(result["next"])
     assert prog == "hotrow" and command(*arguments, "--json")["rows"] == 300
     pq.write_table(pa.Table.from_pylist(clicks[:100]), "more.parquet")
-    both = command("fit", "my clicks.parquet", "more.parquet", "--label", "click", "--json")
+    both = command("fit", "my clicks.parquet", "more.parquet", "--label", "click", "--no-choice", "--json")
     assert both["rows"] == "2 files" and "NEW_ROWS" in both["next"]
     splits = PackedDataset.open(Path(both["run_dir"], "data")).info.splits
     assert sum(split.num_rows for split in splits.values()) == 400
@@ -126,7 +126,7 @@ def test_fit_on_the_users_own_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     clicked = (rng.random(1000) < np.where(item % 2, 0.7, 0.1)).astype(int)
     rows = [f"{i},{u},{1_700_000_000 + 60 * t},{c}" for i, u, t, c in zip(item, user, minute, clicked, strict=True)]
     Path("file.csv").write_text("\n".join(["item,user,t,clicked", *rows]) + "\n")
-    result = command("fit", "file.csv", "--label", "clicked", "--time", "t", "--json")
+    result = command("fit", "file.csv", "--label", "clicked", "--time", "t", "--no-choice", "--json")
     assert result["status"] == "finished" and result["auc"] > 0.7
     test = PackedDataset.open(Path(result["run_dir"], "data")).split("test")
     labels = np.concatenate([test.block(b).label for b in range(test.num_blocks)])

@@ -174,7 +174,7 @@ def test_left_out_negatives_count_in_scores_of_new_rows_alone(plain: hotrow.Run,
 
 
 def test_trained_again_with_the_validation_rows_it_keeps_the_map_of_the_selection(tmp_path: Path) -> None:
-    run = fit(clicks(2000), tmp_path / "run", "platt", refit=True)
+    run = fit(clicks(2000), tmp_path / "run", "platt", refit=True, choice=False)
     selection = hotrow.load(run.path / "selection")
     ours, theirs = run.record.calibration, selection.record.calibration
     assert ours is not None and theirs is not None and ours.from_selection and not theirs.from_selection

@@ -20,6 +20,7 @@ from hotrow.run.selection import step_to_stop_at
 from prepare_data import file_hashes
 
 OPTIONS: dict[str, Any] = {"batch_size": 64, "epochs": 3, "embedding_dim": 4, "top_mlp": [8], "quiet": True}
+OPTIONS["choice"] = False
 
 
 def clicks(num_rows: int, *, timed: bool) -> pa.Table:

@@ -79,7 +79,7 @@ def test_from_raw_file_to_scores(pack: Callable[[bytes], bytes], tmp_path: Path)
     file.write_bytes(pack(as_json(values()).encode()))
     schema = run_init(file, out=tmp_path / "conf")
     assert "jsonl" in " ".join(schema.commands)
-    run = hotrow.fit(file, label="click", run=tmp_path / "run", quiet=True, epochs=1, threads=1)
+    run = hotrow.fit(file, label="click", run=tmp_path / "run", quiet=True, epochs=1, threads=1, refit=False)
     assert len(run.predict(file)) == N
 
 

@@ -96,10 +96,10 @@ def test_every_option_means_the_same_everywhere(
     assert by_python["nulls"] == [*MISSING, "-"]
     command("prepare", "csv", logs, "--out", "b", *flags(TOLD))
     assert kinds(PackedDataset.open(tmp_path / "b")) == by_python
-    run = hotrow.fit(logs, run=tmp_path / "run", quiet=True, **TOLD, **SMALL)
+    run = hotrow.fit(logs, run=tmp_path / "run", quiet=True, choice=False, **TOLD, **SMALL)
     assert kinds(PackedDataset.open(run.path / "data")) == by_python
     small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    made = command("fit", logs, *flags(TOLD), *small, "--json")
+    made = command("fit", logs, *flags(TOLD), *small, "--no-choice", "--json")
     assert kinds(PackedDataset.open(Path(made["run_dir"]) / "data")) == by_python
     line = command("init", logs, *flags(TOLD), "--out", "conf", "--json")["next"][0]
     command(*shlex.split(line)[1:])
@@ -117,7 +117,7 @@ def test_one_missing_label_is_passed_by_what_the_error_proposes(
     assert flag is not None
     assert "skip_bad_rows=" in str(error.value), "people in Python have no flags"
     small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    command("fit", logs, *flags(told), flag[0], "1", *small)
+    command("fit", logs, *flags(told), flag[0], "1", *small, "--no-choice")
 
 
 @looped(

@@ -59,6 +59,7 @@ def view(run: RunFacts) -> dict[str, Any]:
         "left_out": run.lines_left_out,
         "model": _sections(
             ("Warnings", [], [warning_grid(run.record)], ""),
+            ("Choice on validation rows", [], [choice_grid(run.record)], ""),
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
             ("What each column gives", [], [], gain_text(run)),
             ("Scores", [calibration_chart(run)], [], ""),
@@ -144,10 +145,22 @@ def how_selected(run: RunFacts) -> list[str]:
     if not isinstance(figures, Mapping):
         return []
     found = {name: number_in(figures, name) for name in run.objective.figures}
+    path = "/".join(["selection", *filter(None, [mapping_in(run.record, "choice").get("run")]), "report.html"])
     return [
         "A run without the validation rows found how many steps to train; on them it has "
-        f"{run.objective.verdict(found)} (selection/report.html)."
+        f"{run.objective.verdict(found)} ({path})."
     ]
+
+
+def choice_grid(record: Mapping[str, Any]) -> Grid:
+    """Returns the candidates of `fit`, and how far their loss is above that of the chosen one."""
+    choice, rows = mapping_in(record, "choice"), list[list[Cell | str]]()
+    for name, tried in mapping_in(choice, "candidates").items():
+        chosen = " (chosen)" if name == choice.get("chosen") else ""
+        forms = {"epochs": ".0f", "loss": ".4f", "worse": "+.4f", "error": ".4f", "seconds": ",.1f"}
+        cells = [Cell(shown(number_in(tried, field), form)) for field, form in forms.items()]
+        rows.append([f"{name}{chosen}", *cells])
+    return ["features", "epochs", "loss", "beside the chosen", "standard error", "seconds"], rows
 
 
 def where_time_went(run: RunFacts) -> str:

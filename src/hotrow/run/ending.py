@@ -12,7 +12,7 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.scores import gains, scores_of
 from hotrow.run.trainer import Training
 from hotrow.run.usual import usual_of
-from hotrow.setup.setup import SELECTION
+from hotrow.setup.setup import is_selection
 
 
 def finish(training: Training) -> None:
@@ -35,7 +35,7 @@ def finish(training: Training) -> None:
     _warn_of(training, [doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
     if training.writes_files:
         _count_columns(training)
-    is_final = training.folder.path.name != SELECTION or "test" not in judged  # else the next run is looked at
+    is_final = not is_selection(training.folder.path) or "test" not in judged  # else the next run is looked at
     if judged and training.parts.items is None and is_final:
         _look_at_scores(training, *list(judged.items())[-1])
     training.folder.update(
@@ -61,11 +61,9 @@ def _calibrate(training: Training, judged: Metrics | None, step: int) -> Calibra
             training.evaluated("val", metrics=judged)
         found = fitted(method, *judged.rows(), step=step)
     else:
-        selected = RunFolder.open(training.folder.path / SELECTION).record.calibration
+        selected = RunFolder.open(training.folder.selection).record.calibration
         if selected is None or selected.method != method:
-            text = (
-                f"{training.folder.path / SELECTION} has no calibration by {method}, and this run no rows to fit it to"
-            )
+            text = f"{training.folder.selection} has no calibration by {method}, and this run no rows to fit it to"
             training.warn("not_calibrated", text, count=1)
             return None
         found = replace(selected, step=step, from_selection=True)

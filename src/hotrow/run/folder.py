@@ -49,7 +49,7 @@ from hotrow.setup.setup import SELECTION
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
 _FILES = (RUN, CONFIG, METRICS, LOG, REPORT, LOCK)
 ROWS = "rows"
-"""Rows as they were read, while a run and the one that chooses its steps are prepared."""
+"""Rows as they were read, while a run and those that choose for it are prepared."""
 _FOLDERS = ("checkpoints", "encoder", "data", "memory", "tensorboard", ROWS, SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""
@@ -185,6 +185,12 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def selection(self) -> Path:
+        """The folder of the run that found the steps of this one, if there is one."""
+        choice = self.record.choice
+        return self.path / SELECTION / ("" if choice is None else choice.run)
+
+    @property
     def encoder(self) -> Path:
         """The encoder's folder: dataset.json, the vocabularies and statistics."""
         return self.path / "encoder"
@@ -262,9 +268,9 @@ class RunFolder:
         record, info, selection = asdict(self.record), None, None
         with suppress(OSError, ValueError):  # before the run has its vocabularies
             info = read_info(self.encoder)
-        if is_taken(self.path / SELECTION / RUN):
+        if is_taken(self.selection / RUN):
             with suppress(OSError, ValueError):  # the page is of this run, whatever became of that one
-                selection = asdict(_DOCUMENT.read(self.path / SELECTION / RUN))
+                selection = asdict(_DOCUMENT.read(self.selection / RUN))
         return RunFacts(
             name=str(self.path),
             record=record,

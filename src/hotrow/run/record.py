@@ -134,6 +134,30 @@ class Parent:
 
 
 @record(config=STRICT)
+class Candidate:
+    """Features and epochs that `fit` tried, and their loss on validation rows."""
+
+    epochs: Count
+    loss: FiniteFloat
+    worse: FiniteFloat
+    """By how much it is above that of the chosen candidate; `error` is the standard error of that."""
+    error: Amount
+    seconds: Amount
+
+
+_Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
+
+
+@record(config=STRICT)
+class Choice:
+    """What `fit` chose among: folders in selection/ (run/choice.py). `run` found the steps."""
+
+    chosen: _Folder
+    run: _Folder
+    candidates: dict[_Folder, Candidate]
+
+
+@record(config=STRICT)
 class Launch:
     """Which processes of torchrun a run's first rank belongs to: hashes, without names of hosts or users."""
 
@@ -161,6 +185,8 @@ class RunRecord:
     host: dict[str, JsonValue]
     warnings: dict[str, Counted]
     preparation: str | None = None
+    choice: Choice | None = None
+    """None if nothing was chosen but the number of steps."""
     launch: Launch | None = None
     """None if torchrun did not begin the run."""
     error: str | None = None

@@ -35,17 +35,27 @@ def losses_of_parts(metrics: Metrics, objective: Objective) -> list[float]:
     return [loss(*(own[k::NUM_PARTS] for own in columns)) for k in range(min(NUM_PARTS, len(columns[0])))]
 
 
+def losses_by_step(lines: Iterable[Mapping[str, Any]]) -> dict[int, NDArray[np.float64]]:
+    """Returns the losses of parts by the step of their evaluation. lines: those of metrics.jsonl."""
+    return {line["step"]: np.array(line["losses"]) for line in lines if "losses" in line}
+
+
+def difference(losses: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[float, float]:
+    """Returns by how much losses of parts are higher than others of the same parts, and the standard error of that. A
+    single part says nothing of noise: all of its difference may be."""
+    worse = losses - others
+    mean = float(worse.mean())
+    return mean, float(worse.std(ddof=1)) / math.sqrt(len(worse)) if len(worse) > 1 else abs(mean)
+
+
 def step_to_stop_at(lines: Iterable[Mapping[str, Any]], best_step: int) -> int:
     """Returns the step of the last evaluation whose loss is within NOISE of that at `best_step`.
 
     lines: those of metrics.jsonl.
     """
-    found: dict[int, NDArray[np.float64]] = {
-        line["step"]: np.array(line["losses"]) for line in lines if "losses" in line
-    }
+    found = losses_by_step(lines)
     best = found.get(best_step)
     if best is None or len(best) < 2:
         return best_step
-    worse = {step: losses - best for step, losses in found.items() if step > best_step}
-    error = {step: each.std(ddof=1) / math.sqrt(len(each)) for step, each in worse.items()}
-    return max([best_step, *(step for step, each in worse.items() if each.mean() <= NOISE * error[step])])
+    worse = {step: difference(losses, best) for step, losses in found.items() if step > best_step}
+    return max([best_step, *(step for step, (mean, error) in worse.items() if mean <= NOISE * error)])

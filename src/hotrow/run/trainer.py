@@ -35,7 +35,7 @@ from hotrow.run.selection import losses_of_parts
 from hotrow.run.storage import close_tiers
 from hotrow.run.wear import WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
-from hotrow.setup.setup import SELECTION, Setup
+from hotrow.setup.setup import Setup, is_selection
 
 Batches: TypeAlias = Generator[Batch, None, None]
 MAX_SKIPPED = 100
@@ -287,10 +287,10 @@ class Training:
         metrics = objective.metrics() if metrics is None else metrics
         result = self.evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
-        is_selection = split == "val" and self.folder.path.resolve().name == SELECTION and not objective.retrieves
+        has_losses = split == "val" and is_selection(self.folder.path) and not objective.retrieves
         names = [label.name for label in self.dataset.info.labels]
         plain = for_labels(self.config.model.trained_for, names)  # these losses are compared as metrics are
-        losses = {"losses": losses_of_parts(metrics, plain)} if is_selection else {}
+        losses = {"losses": losses_of_parts(metrics, plain)} if has_losses else {}
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result, **losses)
         self.say(f"{split} at step {step}: {objective.line(result)}")
         return result

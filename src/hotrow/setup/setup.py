@@ -32,7 +32,8 @@ from hotrow.setup.slots import SlotPlanner
 from hotrow.tables import TableConfig
 
 SELECTION = "selection"
-"""The run in a run's folder that found how many steps to train, if `fit` trained again with the validation rows."""
+"""In a run's folder: the run that found how many steps to train, if `fit` trained again with the validation rows, or a
+folder of several runs, from which it chose."""
 FEW = 8
 """Tables that take this part of the free memory lie in it, whatever a scoring model takes beside them."""
 MERGED = ("sgd", "adagrad", "row_wise_adagrad")
@@ -160,6 +161,11 @@ def check_data(config: Config, dataset: PackedDataset, folder: Path) -> None:
         )
     if config.calibration.method is not None and not (folder / SELECTION).is_dir():
         _check_rows_to_fit(f"calibration.method is {config.calibration.method!r}", dataset)
+
+
+def is_selection(folder: Path) -> bool:
+    """Whether the run in a folder is one by whose validation rows another is trained."""
+    return SELECTION in folder.resolve().parts[-2:]
 
 
 def _check_rows_to_fit(asked: str, dataset: PackedDataset) -> None:

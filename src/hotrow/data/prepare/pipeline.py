@@ -1,6 +1,6 @@
 """Turns raw rows into a packed dataset: one pipeline for every source, in bounded memory, resumable at any point.
 
-    read     every row, once: parts of canonical columns, in the order of time if statistics need it (rows.py)
+    read     every row, once: parts of canonical columns, in the order of time if they have one (rows.py)
     count    training rows only: how often each id occurs -> vocabularies, rows ranked by popularity
     encode   every row: ids -> row numbers, dense transforms -> the writer; dataset.json last
 
@@ -312,9 +312,8 @@ class Stages:
 
     @property
     def by_time(self) -> bool:
-        """Whether inputs of a row are counted as of its time, so that rows are stored in the order of time."""
-        has_time = self._schema.time is not None and not isinstance(self._source, CriteoSource)
-        return has_time and bool(self._schema.statistics)
+        """Whether rows are stored in the order of time, in which `statistics` count them."""
+        return self._schema.time is not None and not isinstance(self._source, CriteoSource)
 
     def _meter(self, stage: str, num_rows: int, row: int = 0) -> ProgressMeter:
         return ProgressMeter(self._progress, stage, num_rows, row)

@@ -285,7 +285,7 @@ def ingest(
             raise ValueError(f"{info.files[0].path} has no good row, and {num_bad:,} bad ones; see what changed in it")
         raise NoRowsError(f"{info.files[0].path} has no rows; there is nothing to prepare")
     if by_time and not kept.is_rising:
-        say("the rows do not come in the order of time: they were sorted by it, as `statistics` need it")
+        say("the rows do not come in the order of time: they were sorted by it")
         kept = _merged(Rows(folder, schema, kept), check_stop)
     kept = replace(kept, is_whole=True)
     _DOCUMENT.write(folder / RECORD, kept)
@@ -303,8 +303,9 @@ def may_go_on(folder: Path) -> bool:
 def _identity(
     opened: OpenedSource, info: SourceInfo, *, rows: int | None, sample: float, by_time: bool, file: int | None
 ) -> dict[str, Any]:
-    """What decides the rows that are stored; which of them train is decided later."""
-    schema = {name: value for name, value in opened.schema.to_json().items() if name != "split"}
+    """What decides the rows that are stored; which of them train, and what is counted of them, is decided later."""
+    later = ("split", "statistics", "statistics_by", "statistics_lag")
+    schema = {name: value for name, value in opened.schema.to_json().items() if name not in later}
     return {
         "source": opened.source.name,
         "files": {file.path: f"{file.num_bytes} bytes, changed {file.mtime_ns}" for file in info.files},
