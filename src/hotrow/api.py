@@ -65,6 +65,7 @@ from hotrow.objectives.several import for_labels
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.launch import joined
 from hotrow.report.page import NAME as REPORT
+from hotrow.rivals import compare_rivals
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
@@ -452,6 +453,7 @@ class Run:
             lines = [
                 f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
                 *(f"  {line}" for line in record.trained_for.lines(metrics)),
+                *(f"  {line}" for line in (record.rivals.lines if record.rivals else ())),
             ]
         lines += [
             f"  speed    {record.samples_per_s:,.0f} samples/s, {record.backend['name']} kernels "
@@ -532,6 +534,7 @@ def fit(
     model: str | None = None,
     run: Path | str | None = None,
     refit: bool = True,
+    rivals: bool = False,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -552,6 +555,8 @@ def fit(
         leaves the validation rows out and finds the last step at which they were scored best, within noise. The second
         one, in RUN, trains on them too, from the start, and takes more steps in proportion to its rows. If False, or if
         there are no validation rows, there is one run.
+    rivals: whether a logistic regression and LightGBM are then trained on the same rows, to stand beside the model in
+        `record.rivals` and the report (hotrow/rivals.py); pip install 'hotrow[rivals]'.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -595,7 +600,11 @@ def fit(
             folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
             quiet = quiet or comm.rank > 0
             decided = _config_for(dataset, folder, recipe, changes, quiet=quiet)
-            return Run(train(decided, folder=folder, quiet=quiet, comm=comm).path)
+            return _beside(
+                Run(train(decided, folder=folder, quiet=quiet, comm=comm).path),
+                rivals=rivals and not comm.rank,
+                quiet=quiet,
+            )
         if comm.size > 1:
             raise ValueError(
                 f"training with {comm.size} processes needs a packed dataset: run hotrow prepare on {_name_of(data)} "
@@ -623,7 +632,18 @@ def fit(
             decided = _prepared(folder, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
-            return Run(train(decided, folder=folder, quiet=quiet).path)
+            return _beside(Run(train(decided, folder=folder, quiet=quiet).path), rivals=rivals, quiet=quiet)
+
+
+def _beside(run: Run, *, rivals: bool, quiet: bool) -> Run:
+    """Records what rivals give on the run's rows, if they are wanted and the run was judged."""
+    if rivals and run.metrics and run.record.status == "finished":
+        data, judged = PackedDataset.open(run._dataset_path()), run.judged(run.metrics["split"])
+        run.close()
+        say = functools.partial(_announce, run.folder, quiet=quiet)
+        run.folder.update(rivals=compare_rivals(run.folder, data, judged, say))
+        run.folder.report()
+    return run
 
 
 def _can_refit(opened: OpenedSource, config: Config) -> bool:
