@@ -54,15 +54,16 @@ def clear(path: Path, told: Mapping[str, Any]) -> polars.DataFrame:
         has_header="columns" not in told,
         new_columns=told.get("columns"),
     ).with_columns(polars.all().str.strip_chars())
+    raw = raw.rename(str.strip)
     column, rule, than = re.fullmatch(r"(.+) (>=|!=|=) (.+)", told["label"]).groups()  # type: ignore[union-attr]
     raw = raw.filter(polars.col(column).is_not_null())
     front = [RULES[rule](raw[column], than).cast(polars.Int8).alias("label")]
-    if name := told.get("time"):
-        times = raw[name]
-        if form := told.get("time_format"):
-            times = times.str.to_datetime(form).dt.epoch("s")
+    if names := told.get("time", "").split():
+        times = raw.select(polars.concat_str(names, separator="-")).to_series()
+        form = told.get("time_format")
+        times = times.str.to_datetime(form).dt.epoch("s") if form else times.str.replace_all(r"\D", "")
         front.append(times.cast(polars.Int64).alias("time"))
-    return polars.DataFrame(front).hstack(raw.drop(column, *([name] if name else []), *told.get("exclude", ())))
+    return polars.DataFrame(front).hstack(raw.drop(column, *names, *told.get("exclude", ())))
 
 
 def split_of(frame: polars.DataFrame) -> NDArray[np.uint8]:

@@ -62,6 +62,7 @@ from hotrow.objectives.several import for_labels
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.launch import joined
 from hotrow.report.page import NAME as REPORT
+from hotrow.rivals import compare_rivals
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
@@ -449,6 +450,7 @@ class Run:
             lines = [
                 f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
                 *(f"  {line}" for line in record.trained_for.lines(metrics)),
+                *(f"  {line}" for line in (record.rivals.lines if record.rivals else ())),
             ]
         lines += [
             f"  speed    {record.samples_per_s:,.0f} samples/s, {record.backend['name']} kernels "
@@ -530,6 +532,7 @@ def fit(
     run: Path | str | None = None,
     refit: bool = True,
     choice: bool = True,
+    rivals: bool = False,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -553,6 +556,8 @@ def fit(
     choice: whether, if nobody gave a schema, a recipe or the number of steps, several such first runs choose by their
         validation rows which statistics of the label are inputs, and for how many epochs to train (docs/runs.md). If
         False, all that the guessed schema lists are. Without `refit` nothing is chosen.
+    rivals: whether a logistic regression and LightGBM are then trained on the same rows, to stand beside the model in
+        `record.rivals` and the report (hotrow/rivals.py); pip install 'hotrow[rivals]'.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -596,7 +601,8 @@ def fit(
             folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
             quiet = quiet or comm.rank > 0
             decided = replace(asked, quiet=quiet).config(folder, dataset)
-            return Run(train(decided, folder=folder, quiet=quiet, comm=comm).path)
+            trained = Run(train(decided, folder=folder, quiet=quiet, comm=comm).path)
+            return _beside(trained, rivals=rivals and not comm.rank, quiet=quiet)
         if comm.size > 1:
             raise ValueError(
                 f"training with {comm.size} processes needs a packed dataset: run hotrow prepare on {_name_of(data)} "
@@ -624,7 +630,18 @@ def fit(
             decided = asked.config(folder, asked.packed(folder, opened, rows=folder.path / ROWS))
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
-            return Run(train(decided, folder=folder, quiet=quiet).path)
+            return _beside(Run(train(decided, folder=folder, quiet=quiet).path), rivals=rivals, quiet=quiet)
+
+
+def _beside(run: Run, *, rivals: bool, quiet: bool) -> Run:
+    """Records what rivals give on the run's rows, if they are wanted and the run was judged."""
+    if rivals and run.metrics and run.record.status == "finished":
+        data, judged = PackedDataset.open(run._dataset_path()), run.judged(run.metrics["split"])
+        run.close()
+        say = functools.partial(Asked(None, (), quiet=quiet).announce, run.folder)
+        run.folder.update(rivals=compare_rivals(run.folder, data, judged, say))
+        run.folder.report()
+    return run
 
 
 def _schema(schema: Any, read: ReadOptions) -> Schema | None:

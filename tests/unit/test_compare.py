@@ -12,9 +12,9 @@ from scipy.stats import bootstrap, sem
 from hotrow.config.load import make_config
 from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.by_group import ClicksByGroup, group_auc
-from hotrow.objectives.objective import Objective
-from hotrow.tune.compare import compared as compared_metrics
-from hotrow.tune.compare import judged, mean_of, of_seeds, over_seeds
+from hotrow.objectives.objective import Objective, judged
+from hotrow.objectives.objective import compared as compared_metrics
+from hotrow.tune.compare import mean_of, of_seeds, over_seeds
 
 Floats = NDArray[np.float32]
 

@@ -146,7 +146,7 @@ def test_a_build_with_cuda_says_so_and_what_else_there_is(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * 2**30))
     venv.install_packages(["test"])
     first, *_, last = capfd.readouterr().out.splitlines()
-    assert first.startswith("install: about 3087 MB to download") and last.startswith("pip: ")
+    assert first.startswith("install: about 3091 MB to download") and last.startswith("pip: ")
     assert "triton" not in Path(".venv/constraints.txt").read_text()
 
 

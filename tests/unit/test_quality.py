@@ -1,12 +1,13 @@
 """The comparison with peers: what it reads, splits and judges, against loops that count."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import polars
 import pytest
 
-from benchmarks.quality import judged, paired, split_of
+from benchmarks.quality import clear, judged, paired, split_of
 from benchmarks.quality_peers import Rows, dense_inputs, encodings, frequent_codes
 
 pytestmark = pytest.mark.package
@@ -26,6 +27,16 @@ def made_rows(num_rows: int, *, timed: bool) -> Rows:
         numbers=np.where(RANDOM.random((num_rows, 2)) < 0.2, np.nan, RANDOM.normal(3, 2, (num_rows, 2))),
         times=np.arange(num_rows) if timed else None,
     )
+
+
+def test_times_are_joined_of_columns_or_are_the_digits_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("race;year;day;won  ;x;note\n2014-012;2001;3;1;5;a\n2015-003;2001;2;;6;b\n2015-001;2001;1;0; 7;c\n")
+    told = {"separator": ";", "label": "won = 1", "exclude": ["note"]}
+    joined = clear(path, told | {"time": "year day", "time_format": "%Y-%j"})
+    assert joined.rows() == [(1, 978480000, "2014-012", "5"), (0, 978307200, "2015-001", "7")]
+    assert joined.columns == ["label", "time", "race", "x"]
+    assert clear(path, told | {"time": "race"})["time"].to_list() == [2014012, 2015001]
 
 
 def test_the_newest_rows_test_and_equal_times_stay_together() -> None:

@@ -43,7 +43,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
 Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
-NOT_OF_A_CONFIG = ("data", "schema", "split", "config", "refit", "choice", "quiet", *NAMES)
+NOT_OF_A_CONFIG = ("data", "schema", "split", "config", "refit", "choice", "rivals", "quiet", *NAMES)
 """Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
 Split = Annotated[str | None, typer.Option(help="time, random or reference (criteo).")]
 Strict = Annotated[
@@ -181,6 +181,10 @@ def fit(
         bool,
         typer.Option("--no-choice", help="Take all guessed statistics; else short runs choose on validation rows."),
     ] = False,
+    rivals: Annotated[
+        bool,
+        typer.Option("--rivals", help="Train a logistic regression and LightGBM on the same rows, to compare."),
+    ] = False,
     set_: Set = None,
 ) -> Answer:
     """Guess what the columns of raw logs are, prepare them, train a model and score it on rows it has not seen."""
@@ -195,7 +199,8 @@ def fit(
         raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
     how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
     data = paths if len(paths) > 1 else paths[0]
-    run = unwrap(fit)(data, read=read, **how, refit=not no_refit, choice=not no_choice, **overrides)
+    chosen: dict[str, Any] = {"refit": not no_refit, "choice": not no_choice, "rivals": rivals}
+    run = unwrap(fit)(data, read=read, **how, **chosen, **overrides)
     commands = run.next_commands(*([] if len(paths) > 1 else [shlex.quote(rows)]))
     result = result_of(run, rows, monotonic() - began_s, commands)
     return result, lambda: print(result["text"])

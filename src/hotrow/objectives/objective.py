@@ -23,6 +23,8 @@ LabelKind = Literal["binary", "number"]
 """`binary`: 0 or 1. `number`: any finite number."""
 Figures = Mapping[str, Any]
 """Metrics by name, as they are written to files: None stands for NaN."""
+ERRORS = 2.0
+"""A difference of at most so many standard errors may be chance: without any, one of twenty is larger."""
 
 
 class Measure(NamedTuple):
@@ -324,3 +326,25 @@ def _to_numpy(values: Tensor | ArrayLike) -> NDArray[Any]:
 def shares(weight_N: NDArray[np.float32] | None, num_rows: int) -> NDArray[np.float64]:
     """Returns the weights of rows over their mean; ones if there are none."""
     return np.ones(num_rows) if weight_N is None else weight_N / weight_N.mean(dtype=np.float64)
+
+
+def compared(objective: Objective, first: Metrics, second: Metrics) -> dict[str, Any]:
+    """Returns, by metric that both have for the same rows, its two values, and what `judged` says of them."""
+    figures, moved = [own.figures() for own in (first, second)], [own.influences() for own in (first, second)]
+    found = {}
+    for name in objective.measures:
+        if not all(name in own for own in figures):
+            continue
+        one, other = (own[name] for own in figures)
+        error = None
+        if first.num_rows > 1 and all(name in own for own in moved):
+            error = float((moved[1][name] - moved[0][name]).std(ddof=1)) / math.sqrt(first.num_rows)
+        found[name] = {"first": one, "second": other}
+        found[name] |= judged(None if one is None or other is None else other - one, error)
+    return found
+
+
+def judged(difference: float | None, error: float | None) -> dict[str, Any]:
+    """Returns a difference, its standard error, and whether it is within noise: None if one of them is not known."""
+    within = None if difference is None or error is None else abs(difference) <= ERRORS * error
+    return {"difference": difference, "error": error, "within_noise": within}

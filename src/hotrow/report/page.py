@@ -60,6 +60,7 @@ def view(run: RunFacts) -> dict[str, Any]:
         "model": _sections(
             ("Warnings", [], [warning_grid(run.record)], ""),
             ("Choice on validation rows", [], [choice_grid(run.record)], ""),
+            ("Rivals on the same rows", [], [rival_grid(run.record)], rival_text(run.record)),
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
             ("What each column gives", [], [], gain_text(run)),
             ("Scores", [calibration_chart(run)], [], ""),
@@ -373,6 +374,24 @@ def drive_grid(record: Mapping[str, Any]) -> Grid | None:
 def warning_grid(record: Mapping[str, Any]) -> Grid:
     rows = [[code, Cell(f"{warning['count']:,}"), warning["text"]] for code, warning in record["warnings"].items()]
     return ["warning", "times", "first of them"], rows
+
+
+def rival_grid(record: Mapping[str, Any]) -> Grid:
+    """What others gave on the rows that judged the run."""
+    rows: list[list[Cell | str]] = []
+    for name in (rivals := mapping_in(record, "rivals", "rivals")):
+        loss = mapping_in(rivals, name, "logloss")
+        figures = (
+            number_in(rivals, name, "auc", "second"),
+            *(number_in(loss, own) for own in ("second", "difference", "error")),
+        )
+        rows.append([name, *(Cell(shown(figure, ".4f")) for figure in figures)])
+    return ["", "AUC", "LogLoss", "less hotrow's", "standard error"], rows
+
+
+def rival_text(record: Mapping[str, Any]) -> str:
+    told = mapping_in(record, "rivals").get("lines")
+    return "; ".join(map(str, told[len(mapping_in(record, "rivals", "rivals")) :])) if isinstance(told, list) else ""
 
 
 def environment(run: RunFacts) -> list[tuple[str, str]]:

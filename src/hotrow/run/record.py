@@ -96,6 +96,16 @@ class Scores:
     """By column."""
 
 
+@record(config=STRICT)
+class Rivals:
+    """What others gave on the rows of the run, as `hotrow/rivals.py` finds it."""
+
+    lines: list[str]
+    """The same for people, and what to use."""
+    rivals: dict[str, dict[str, Any]]
+    """By name: its AUC, LogLoss and NE, each after that of the run, with the error of the difference; its setting."""
+
+
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
     kinds = {"hits_per_lookup": (int, float, type(None))}
     for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
@@ -234,6 +244,8 @@ class RunRecord:
     """The share of rows with label 0 that the data has; None if it has all."""
     scores: Scores | None = None
     """None of runs without validation and test rows."""
+    rivals: Rivals | None = None
+    """None if nobody asked for them."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the metrics are not those of the objective."""
@@ -271,6 +283,7 @@ class RunRecord:
         metrics, names = self.final_metrics, [*self.trained_for.summary, "split"]
         fields = {
             **{name: getattr(self, name) for name in ("status", "ended", "signal", *_SPEED, "ranks", "write_budget")},
+            "rivals": None if self.rivals is None else asdict(self.rivals),
             "memory": None if self.memory is None else _memory_summary(self.memory),
             "parent": None if self.parent is None else asdict(self.parent),
         }

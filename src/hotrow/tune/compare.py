@@ -16,11 +16,9 @@ from typing import Any
 
 from hotrow.api import load
 from hotrow.config.schema import Config
-from hotrow.objectives.objective import Metrics, Objective, shown
+from hotrow.objectives.objective import compared, shown
 from hotrow.run.record import RunRecord
 
-ERRORS = 2.0
-"""A difference of at most so many standard errors may be chance: without any, one of twenty is larger."""
 MAX_SEEDS = 1000
 
 
@@ -87,28 +85,6 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
         "metrics": compared(runs[0].record.trained_for, *scored),
         "samples_per_s": [run.record.samples_per_s for run in runs],
     }
-
-
-def compared(objective: Objective, first: Metrics, second: Metrics) -> dict[str, Any]:
-    """Returns, by metric that both have for the same rows, its two values, and what `judged` says of them."""
-    figures, moved = [own.figures() for own in (first, second)], [own.influences() for own in (first, second)]
-    found = {}
-    for name in objective.measures:
-        if not all(name in own for own in figures):
-            continue
-        one, other = (own[name] for own in figures)
-        error = None
-        if first.num_rows > 1 and all(name in own for own in moved):
-            error = float((moved[1][name] - moved[0][name]).std(ddof=1)) / math.sqrt(first.num_rows)
-        found[name] = {"first": one, "second": other}
-        found[name] |= judged(None if one is None or other is None else other - one, error)
-    return found
-
-
-def judged(difference: float | None, error: float | None) -> dict[str, Any]:
-    """Returns a difference, its standard error, and whether it is within noise: None if one of them is not known."""
-    within = None if difference is None or error is None else abs(difference) <= ERRORS * error
-    return {"difference": difference, "error": error, "within_noise": within}
 
 
 def verdict(own: Mapping[str, Any]) -> list[str]:

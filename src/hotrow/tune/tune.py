@@ -30,10 +30,10 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, overrides_of, read_config, with_model
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.objectives.objective import shown
+from hotrow.objectives.objective import judged, shown
 from hotrow.run.folder import CONFIG, RunFolder
 from hotrow.run.runs import resume, train
-from hotrow.tune.compare import compare, in_columns, judged, mean_of, of_seeds, over_seeds, verdict, with_error
+from hotrow.tune.compare import compare, in_columns, mean_of, of_seeds, over_seeds, verdict, with_error
 from hotrow.tune.space import Trial, config_at, load_optuna, next_values, own_values, read_space, recipe_at
 
 RUNGS = {"a ninth": 1 / 9, "a third": 1 / 3, "all": 1.0}
