@@ -538,7 +538,9 @@ def test_fit_reads_text_once(tmp_path: Path, bytes_read: Callable[[], int]) -> N
     text = ("click,ts,user,price\n" + "\n".join(lines) + "\n").encode()
     (tmp_path / "clicks.csv").write_bytes(text)
     small = {"train.epochs": 1, "train.batch_size": 8192}
-    run = hotrow.fit(tmp_path / "clicks.csv", label="click", time="ts", run=tmp_path / "run", quiet=True, **small)
+    run = hotrow.fit(
+        tmp_path / "clicks.csv", label="click", time="ts", run=tmp_path / "run", quiet=True, choice=False, **small
+    )
     assert (tmp_path / "run" / "selection").is_dir()
     assert bytes_read() <= 1.3 * len(text)
     before = bytes_read()

@@ -16,6 +16,7 @@ from hotrow import api
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
+from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.run import choice, runs
@@ -139,11 +140,15 @@ def test_the_last_run_is_that_of_the_chosen_schema_alone(chosen: hotrow.Run, tmp
     assert weights(hotrow.load(runs.train(config, quiet=True).path)) == weights(chosen)
 
 
-def test_labels_of_validation_rows_teach_no_candidate(chosen: hotrow.Run, trained: Weights, tmp_path: Path) -> None:
-    """They say which one wins, and train the last run."""
-    found: Weights = []
+def test_labels_of_validation_rows_teach_no_candidate(
+    chosen: hotrow.Run, trained: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say which one wins, and train the last run. All read the rows together."""
+    found, reads, chunks = Weights(), list[Any](), ColumnsSource.chunks
+    monkeypatch.setattr(ColumnsSource, "chunks", lambda *given, **more: reads.append(given) or chunks(*given, **more))
     with watched(found):
         other = fit(tmp_path / "run", clicks(slice(N * 8 // 10, N * 9 // 10)))
+    assert len(reads) == 1
     ours, theirs = dict(trained), dict(found)
     assert {*SHORT} <= ours.keys() & theirs.keys() and all(ours[name] for name in SHORT)
     assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
