@@ -26,7 +26,7 @@ from hotrow.data.chunk import RowError
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.run import runs, said
+from hotrow.run import choice, runs, said
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import resume
 from loops import looped
@@ -178,15 +178,16 @@ def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
             time.sleep(1)  # the main thread shall see it before this worker is through
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, "prepare", partial(prepare, options=Options(rows_per_chunk=50)))
-        patch.setattr(api, "progress_bar", lambda: nullcontext(press))
+        small = {"options": Options(rows_per_chunk=50)}
+        patch.setattr(choice, "prepare", lambda opened, out, **how: prepare(opened, out, **(how | small)))
+        patch.setattr(choice, "progress_bar", lambda: nullcontext(press))
         with pytest.raises(Interrupted, match="run the same command to continue"):
             hotrow.fit(data, **options)
     begun = sorted(path.parent for path in Path().glob("**/run.json"))
     with pytest.raises(ValueError, match=r"was stopped while it prepared its data.* to continue, run again: "):
         resume(begun[0])
     said: list[str] = []
-    monkeypatch.setattr(api, "prepare", lambda opened, out, **_: prepare(opened, out, announce=said.append))
+    monkeypatch.setattr(choice, "prepare", lambda opened, out, **_: prepare(opened, out, announce=said.append))
     again = hotrow.fit(data, quiet=True, **options)
     assert any("continuing the work found in" in line for line in said)
     assert [again.path] == begun == sorted(path.parent for path in Path().glob("**/run.json"))
@@ -210,7 +211,7 @@ def test_fit_stopped_between_preparation_and_training_does_not_prepare_again(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(api, "train", stop)
         hotrow.fit(clicks(1000), **options)
-    monkeypatch.setattr(api, "prepare", stop)
+    monkeypatch.setattr(choice, "prepare", stop)
     with pytest.raises(ValueError, match="exists already and is never overwritten"):
         hotrow.fit(clicks(1001), **options)
     assert hotrow.fit(clicks(1000), **options).record.status == "finished"

@@ -83,7 +83,7 @@ class Asked:
             say(f"{out} is prepared already")
             return PackedDataset.open(out)
         with folder, nullcontext() if self.quiet else progress_bar() as progress:
-            return prepare(opened, out, Options(sample=sample), progress=progress, announce=say, rows=rows)
+            return prepare(opened, out, options=Options(sample=sample), progress=progress, announce=say, rows=rows)
 
     def config(self, folder: RunFolder, dataset: PackedDataset) -> Config:
         """The config of a run on a dataset; without a recipe, one is chosen for its number of rows, and said."""
