@@ -59,6 +59,7 @@ from hotrow.export.export import Description, Whole, write_export, write_whole
 from hotrow.export.rows import RowFormat, StoredLookups
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
+from hotrow.objectives import BY_GROUP
 from hotrow.objectives.calibration import Calibration, calibrated, for_all_negatives
 from hotrow.objectives.objective import Metrics, Objective
 from hotrow.objectives.several import for_labels
@@ -804,6 +805,7 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
         batch_size=train.batch_size if "train.batch_size" in given else None,
         epochs=train.epochs if "train.epochs" in given else None,
         validated="val" in dataset.splits and dataset.split("val").num_rows > 0,
+        rated=config.model.objective in BY_GROUP and len(dataset.info.labels) == 1,
     )
     return as_overrides(recipe)
 
