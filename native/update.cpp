@@ -113,11 +113,6 @@ template <class Acc, class P>
   return i;
 }
 
-// Adds the gradient of the penalty l2 / 2 * w^2.
-inline void penalise(float l2, int64_t dim, const float* __restrict w, float* __restrict g) {
-  for (int64_t j = 0; j < dim; ++j) g[j] = g[j] + l2 * w[j];
-}
-
 inline void adagrad(const Rule& rule, int64_t dim, const float* __restrict g, float* __restrict h,
                     float* __restrict w) {
   for (int64_t j = 0; j < dim; ++j) {
@@ -209,8 +204,6 @@ void adaptive_rows(const Rule rule, const Cursor<P> cursor, float* g, float* roo
     const int64_t dim = kDim ? kDim : cursor.table.dim;
     const P w = cursor.weights(row);
     float* floats = as_floats(w, dim, room);
-    // Without a penalty, g keeps its bits: -0 + 0 * w is 0. FTRL has its own.
-    if (rule.l2 != 0.0f && rule.algorithm != Algorithm::ftrl) penalise(rule.l2, dim, floats, g);
     step(rule, dim, g, cursor.states, row, floats);
     put_back(floats, w, dim);
   }

@@ -373,14 +373,12 @@ class SGD(SparseOptimizer):
 class Adagrad(SparseOptimizer):
     """`h = h + g * g; w = w - lr * (g / (sqrt(h) + eps))` once per row, g the ordered sum of its gradients.
 
-    `state[weight]["sum"]` is h, [N, D]. With l2, `g = g + l2 * w` comes first, as weight_decay of torch.optim.Adagrad
-    and FBGEMM's WeightDecayMode.L2; it is row-lazy: a row decays only when a batch looks it up. Raises ValueError
-    unless lr > 0, eps >= 0, initial_accumulator_value >= 0 and l2 >= 0.
+    `state[weight]["sum"]` is h, [N, D]. Raises ValueError unless lr > 0, eps >= 0 and initial_accumulator_value >= 0.
     """
 
     algorithm: Algorithm = "adagrad"
     state_names = ("sum",)
-    rule_names = ("lr", "lr_scale", "eps", "l2")
+    rule_names = ("lr", "lr_scale", "eps")
 
     def __init__(
         self,
@@ -389,11 +387,10 @@ class Adagrad(SparseOptimizer):
         *,
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
-        l2: float = 0.0,
         nonfinite: OnNonfinite = "raise",
     ) -> None:
         start = initial_accumulator_value
-        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, initial_accumulator_value=start, l2=l2)
+        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, initial_accumulator_value=start)
 
     def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
         return state._replace(constant=float(group["initial_accumulator_value"]))
@@ -419,13 +416,12 @@ class Adam(SparseOptimizer):
 
     once per row, g the ordered sum of its gradients, t the number of steps that found pending batches, this one
     included (`param_group["steps"]` holds those before). `state[weight]`: "exp_avg" m and "exp_avg_sq" v, [N, D].
-    With l2, `g = g + l2 * w` comes first, as weight_decay of torch.optim.Adam (FBGEMM's Adam decays as AdamW does).
-    Raises ValueError unless lr > 0, eps >= 0, l2 >= 0 and both betas lie in [0, 1).
+    Raises ValueError unless lr > 0, eps >= 0 and both betas lie in [0, 1).
     """
 
     algorithm = "adam"
     state_names = ("exp_avg", "exp_avg_sq")
-    rule_names = ("lr", "lr_scale", "eps", "betas", "steps", "l2")
+    rule_names = ("lr", "lr_scale", "eps", "betas", "steps")
 
     def __init__(
         self,
@@ -434,20 +430,19 @@ class Adam(SparseOptimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        l2: float = 0.0,
         nonfinite: OnNonfinite = "raise",
     ) -> None:
         for beta in betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"Adam: betas are {betas}; both must lie in [0, 1)")
-        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, betas=tuple(betas), l2=l2)
+        super().__init__(emb, nonfinite=nonfinite, lr=lr, eps=eps, betas=tuple(betas))
         for group in self.param_groups:
             group["steps"] = 0
 
     def _rule(self, group: dict[str, Any]) -> Rule:
         (beta1, beta2), t = group["betas"], group["steps"] + 1
         corrected = _rate(group) * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        return Rule(algorithm="adam", lr=corrected, eps=group["eps"], beta1=beta1, beta2=beta2, l2=group["l2"])
+        return Rule(algorithm="adam", lr=corrected, eps=group["eps"], beta1=beta1, beta2=beta2)
 
     def _count_step(self, groups: slice) -> None:
         for group in self.param_groups[groups]:

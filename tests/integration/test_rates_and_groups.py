@@ -185,6 +185,40 @@ def test_trained_again_with_the_validation_rows_it_keeps_the_map_of_the_selectio
     assert other.calibration is None and "isotonic" in other.warnings["not_calibrated"]["text"]
 
 
+def test_the_recipe_of_fit_draws_scores_together_that_are_too_sure(tmp_path: Path) -> None:
+    """A model that has learned its rows by heart; without the map, its test rows are scored worse in the same order."""
+    more = {"epochs": 15, "early_stopping": None, "embedding_dim": 16, "optimizer.sparse.lr": 1.0, "dropout": 0.0}
+    options: dict[str, Any] = {**OPTIONS, **more, "by": "user", "refit": False}
+    run = hotrow.fit(clicks(1500), label="click", run=tmp_path / "run", **options)
+    found = run.record.calibration
+    assert found is not None and found.method == "slope" and 0 < found.slope < 0.9
+    new = clicks(400, seed=7)
+    scores, judged = run.predict(new), run.evaluate("test")
+    run.export(tmp_path / "out")
+    scorer = load_module(tmp_path / "out" / "score.py").Scorer(tmp_path / "out")
+    exported = scorer.score({name: new[name].to_pylist() for name in scorer.columns}).numpy()
+    served = hotrow.Scorer(tmp_path / "out", work=tmp_path / "work").score(new.select(scorer.columns).to_pylist())
+    np.testing.assert_allclose(exported, scores, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(served, scores, rtol=0, atol=1e-6)
+    run.folder.update(calibration=None)
+    plain = hotrow.load(run.path).evaluate("test")
+    assert judged["auc"] == plain["auc"] and judged["gauc"] == plain["gauc"]
+    assert judged["logloss"] < plain["logloss"]
+
+
+def test_validation_rows_of_one_label_change_nothing_by_the_recipe_of_fit(tmp_path: Path) -> None:
+    rows = clicks(1000)
+    clicked = np.where(np.arange(1000) < 800, rows["click"].to_numpy(), np.arange(1000) >= 900)
+    rows = rows.set_column(3, "click", pa.array(clicked)).append_column("ts", pa.array(np.arange(1000)))
+    run = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "run", **OPTIONS)
+    found = run.record.calibration
+    assert found is not None and (found.method, found.slope, found.intercept) == ("slope", 1, 0)
+    assert found.from_selection and "not_calibrated" not in run.record.warnings
+    assert "changes nothing: 100 validation rows of the selection" in run.closing_lines("rows", [])
+    assert "calibrated on" not in (run.path / "report.html").read_text()
+    assert hotrow.load_config(run.path / "config.yaml").calibration.method == "slope"
+
+
 def test_weights_count_in_calibration_and_groups(tmp_path: Path) -> None:
     rows = clicks(2000)
     rows = rows.append_column("w", pa.array(np.where(rows["click"].to_numpy(), 1.0, 5.0)))

@@ -65,8 +65,6 @@ def float64_step(rule: Rule, g: Tensor, w: Tensor, *states: Tensor) -> Tensor:
     """The published formula of each optimizer, for rows whose gradients sum to g."""
     if rule.algorithm == "sgd":
         return w - rule.lr * g
-    if rule.algorithm != "ftrl":
-        g = g + rule.l2 * w  # as torch's weight_decay
     if rule.algorithm == "adagrad":
         return w - rule.lr * g / ((states[0] + g * g).sqrt() + rule.eps)
     if rule.algorithm == "row_wise_adagrad":

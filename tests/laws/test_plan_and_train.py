@@ -87,7 +87,7 @@ VALUES: dict[str, list[Any]] = {
     "train.nonfinite": ["raise", "skip"],
     "train.log_every": [1, 50, 0],
     "metrics.by": [None, "large", "list", "none"],
-    "calibration.method": [None, "platt", "isotonic", "none"],
+    "calibration.method": [None, "platt", "slope", "isotonic", "none"],
     "calibration.negatives_kept": [1, 0.1, 0],
     "checkpoint.every": [None, 0.5, 1.5, 3],
     "checkpoint.keep_last": [1, 2, 0],

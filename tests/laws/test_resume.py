@@ -41,7 +41,7 @@ BASE: dict[str, Any] = {
 }
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
-    "adagrad": ["optimizer.dense.name=adagrad", "optimizer.sparse={name: adagrad, l2: 0.01}"],
+    "adagrad": ["optimizer.dense.name=adagrad", "optimizer.sparse={name: adagrad, initial_accumulator_value: 0.01}"],
     "adam, row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
     "adamw": ["optimizer.dense.name=adamw", "optimizer.sparse.name=ftrl"],
     "clipped": ["train.clip_norm=0.05"],

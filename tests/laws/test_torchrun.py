@@ -57,7 +57,7 @@ VARIANTS = {
         "train.pos_weight=3",
     ],
     "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],
-    "float16": ["train.precision=fp16", "optimizer.sparse={name: adagrad, l2: 0.01}", "parallel.exchange={t2: pooled}"],
+    "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.exchange={t2: pooled}"],
     "split": ["train.precision=split_bf16", "train.dense_dtype=bf16", "parallel.sharding={t0: replicated, t2: row}"],
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
     "hot phases of vectors": [*PHASES, "parallel.exchange={t2: pooled}"],

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
 
 from hotrow.config.load import make_config
 from hotrow.objectives.calibration import Calibration, Method, calibrated, fitted, for_all_negatives
@@ -53,6 +54,36 @@ def test_platt_is_finite_where_no_other_fit_is() -> None:
     np.testing.assert_allclose(rates(same, np.full(1, 3.0, np.float32)), 0.2, atol=0.01)
 
 
+def test_slope_is_taken_if_it_is_below_1_by_more_than_its_error() -> None:
+    """The error is that of the inverse Hessian of slope and intercept, here of logits as they are."""
+    rng, taken = np.random.default_rng(3), list[float]()
+    truth = rng.normal(-2, 1, 4000)
+    labels = rng.random(4000) < 1 / (1 + np.exp(-truth))
+    for times in (0.6, 1.0, 1.02, 1.05, 1.1, 1.7):
+        logits = (times * (truth + 2) - 2).astype(np.float32)
+        platt, found = (fitted(method, logits, labels, step=1) for method in ("platt", "slope"))
+        p = rates(platt, logits)
+        inputs = np.stack([logits.astype(np.float64), np.ones(4000)], 1)
+        error = np.sqrt(np.linalg.inv(inputs.T @ (inputs * (p * (1 - p))[:, None]))[0, 0])
+        outputs = calibrated(torch.from_numpy(logits), **found.layer).numpy()
+        assert roc_auc_score(labels, outputs) == roc_auc_score(labels, logits)
+        if platt.slope < 1 - error:
+            taken.append(times)
+            assert found.slope == platt.slope == pytest.approx(1 / times, abs=3 * error)
+            assert outputs.mean(dtype=np.float64) == pytest.approx(logits.mean(dtype=np.float64), abs=1e-6)
+            assert "fitted to 4,000 validation rows" in found.line()
+        else:
+            assert np.array_equal(outputs, logits) and "changes nothing: 4,000 validation rows" in found.line()
+    assert 1.7 in taken and not {0.6, 1.0} & {*taken}
+
+
+@looped("clicked", [[False] * 9, [True] * 9, [k < 5 for k in range(9)]])
+@looped("logits", [np.linspace(-3, 4, 9), np.arange(9) ** 3, np.zeros(9)])
+def test_slope_never_turns_the_order_and_needs_both_labels(logits: np.ndarray, clicked: list[bool]) -> None:
+    found = fitted("slope", logits.astype(np.float32), np.array(clicked), step=1)
+    assert (found.slope, found.intercept, found.x) == (1, 0, ())
+
+
 @looped(("num_rows", "decimals"), [(2, 8), (500, 0), (500, 1), (20_000, 8), (20_000, 2)])
 def test_isotonic_against_sklearn(num_rows: int, decimals: int) -> None:
     logits, labels = clicks(num_rows, decimals=decimals)
@@ -79,7 +110,7 @@ def test_isotonic_is_the_best_rising_function(rows: list[tuple[int, bool]]) -> N
     assert (np.diff(rates(found, np.linspace(-5, 5, 333, dtype=np.float32))) >= 0).all()
 
 
-@looped("method", ["platt", "isotonic"])
+@looped("method", ["platt", "slope", "isotonic"])
 def test_weights_count_as_rows_that_are_repeated(method: Method) -> None:
     logits, labels = clicks(2000, decimals=2)
     times = np.random.default_rng(2).integers(0, 4, 2000)
@@ -87,12 +118,12 @@ def test_weights_count_as_rows_that_are_repeated(method: Method) -> None:
     repeated = fitted(method, np.repeat(logits, times), np.repeat(labels, times), step=1)
     least = 1 / (np.count_nonzero(times) + 2)  # which is of rows, whatever they weigh
     wanted = rates(repeated, logits)
-    wanted = wanted if method == "platt" else np.clip(wanted, least, 1 - least)
+    wanted = np.clip(wanted, least, 1 - least) if method == "isotonic" else wanted
     np.testing.assert_allclose(rates(weighted, logits), wanted, rtol=1e-5)
     assert weighted.num_rows == 2000
 
 
-@looped("method", ["platt", "isotonic"])
+@looped("method", ["platt", "slope", "isotonic"])
 def test_bits_depend_on_no_other_row(method: Method) -> None:
     logits, labels = clicks(4000)
     found, all_logits = fitted(method, logits, labels, step=1), torch.from_numpy(logits)
@@ -118,7 +149,7 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     for option, value in (("method", "platt"), ("negatives_kept", 0.5)):
         with pytest.raises(ValueError, match=rf"calibration\.{option} is .*{value}.*squared_error.*binary"):
             make_config({"data": "d", "model": {"objective": "squared_error"}, "calibration": {option: value}})
-    with pytest.raises(ValueError, match=r"calibration\.method is 'plat'; allowed: platt, isotonic or null"):
+    with pytest.raises(ValueError, match=r"calibration\.method is 'plat'; allowed: platt, slope, isotonic or null"):
         make_config({"data": "d", "calibration": {"method": "plat"}})
     for x, y in (((1.0,), (1.0,)), ((1.0, 1.0), (0.0, 1.0)), ((1.0, 2.0), (0.0,))):
         with pytest.raises(ValueError, match="x must rise"):

@@ -104,8 +104,8 @@ def test_recipes_are_valid(recipe: Path) -> None:
         ),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
-            {"data": "d", "optimizer": {"sparse": {"name": "sgd", "l2": 0.1}}},
-            r"optimizer\.sparse: l2 is 0\.1, but sgd has no such option",
+            {"data": "d", "optimizer": {"sparse": {"name": "adagrad", "l2": 0.1}}},
+            r"optimizer\.sparse: l2 is 0\.1, but adagrad has no such option",
         ),
         (
             {"data": "d", "model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},

@@ -46,37 +46,6 @@ def test_state_is_one_sum_per_element_or_row(optimizer_class: type, shape: tuple
     torch.testing.assert_close(emb.weights["a"][1], before - 0.1 * 2.0 / 4.25**0.5)
 
 
-def fbgemm_row_wise(w: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, *, l2: float) -> None:
-    """A step as FBGEMM's rowwise_adagrad takes it with WeightDecayMode.L2: the decay is part of the sum of squares."""
-    grad = grad + l2 * w
-    h += (grad * grad).mean(dim=1)
-    w -= (0.1 / (h.sqrt() + 1e-10))[:, None] * grad
-
-
-@looped("l2", [0.0, 0.3])
-@looped("optimizer_class", [Adagrad, RowWiseAdagrad, Adam])
-def test_l2_against_torch_and_lazily(optimizer_class: type, l2: float) -> None:
-    """Of rows that are all looked up, a step is torch's with weight_decay; rows that are not stay as they are."""
-    emb = make()
-    optimizer = optimizer_class(emb, lr=0.1, l2=l2)
-    truth = emb.weights["a"][:6].clone().requires_grad_()
-    dense = {Adagrad: torch.optim.Adagrad, Adam: torch.optim.Adam}.get(optimizer_class)
-    theirs = None if dense is None else dense([truth], lr=0.1, weight_decay=l2)
-    before, h = emb.weights["a"].clone(), torch.zeros(6)
-    for step in range(4):
-        ids = torch.tensor([[row, row] for row in (0, 1, 2, 3, 4, 5, 2, 2)])
-        factor = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
-        (emb(ids) * factor).sum().backward()
-        optimizer.step()
-        truth.grad = torch.zeros(6, 3).index_add_(0, ids[:, 0], factor[:, :3])
-        if theirs is not None:
-            theirs.step()
-        else:
-            fbgemm_row_wise(truth.data, h, truth.grad, l2=l2)
-        torch.testing.assert_close(emb.weights["a"][:6], truth.detach(), rtol=1e-5, atol=1e-6)
-    assert torch.equal(emb.weights["a"][6:], before[6:])
-
-
 @looped("optimizer_class", ALL)
 def test_one_group_per_table_with_its_name(optimizer_class: type) -> None:
     emb = make(lr_scale=3.0)

@@ -24,6 +24,9 @@ def test_every_size_has_a_recipe(num_rows: int, model: str) -> None:
     assert schedule.warmup_steps + schedule.decay_steps in (0, steps), "the rate ends at zero"
     assert config.train.early_stopping is not None
     assert "train.early_stopping" not in choose_recipe(num_rows, validated=False)
+    rated = choose_recipe(num_rows, model=model, rated=True)
+    assert rated == recipe | ({"calibration.method": "slope"} if num_rows <= 5_000_000 else {})
+    assert choose_recipe(num_rows, validated=False, rated=True) == choose_recipe(num_rows, validated=False)
 
 
 def test_rates_and_schedule_follow_what_the_user_chose() -> None:

@@ -34,7 +34,6 @@
 //     row_wise_adagrad:  g as above;  h = h + fold16(g * g) / float(dim);  w = w - (lr / (sqrt(h) + eps)) * g
 //     adam:              g as above;  m = beta1 * m + rest1 * g;  v = beta2 * v + rest2 * (g * g)
 //                        w = w - lr * (m / (sqrt(v) + eps))          (lr holds the bias correction)
-//     The three above, if l2 != 0:  g = g + l2 * w  before h, m and v
 //     ftrl:              g as above;  n' = n + g * g;  z = z + (g - ((sqrt(n') - sqrt(n)) / lr) * w);  n = n'
 //                        w = |z| <= l1 ? 0 : -((z - copysign(l1, z)) / ((beta + sqrt(n)) / lr + l2))
 //   states: h [num_rows, dim] or, row-wise, [num_rows];  m, v or z, n [num_rows, dim];  none for sgd. Rows are in range

@@ -124,8 +124,7 @@ struct Rule {
   float lr;
   float eps;                         // the Adagrads and adam
   float beta1, rest1, beta2, rest2;  // adam; rest = 1 - beta, each rounded once
-  float beta, l1;                    // ftrl
-  float l2;                          // all but sgd
+  float beta, l1, l2;                // ftrl alone
 };
 
 // Optimizer state of a table: as many arrays as its algorithm keeps, each [num_rows, state_dim].

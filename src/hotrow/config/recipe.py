@@ -39,11 +39,13 @@ def choose_recipe(
     batch_size: int | None = None,
     epochs: int | None = None,
     validated: bool = True,
+    rated: bool = False,
 ) -> dict[str, Any]:
     """Returns config values by dotted name for `num_rows` training rows.
 
     batch_size, epochs: set by the user; if None, chosen. Rates and schedule follow them. validated: whether there are
-    validation rows by which the best weights can be chosen.
+    validation rows by which the best weights can be chosen. rated: whether scores are rates of one label of 0 and 1; a
+    model of few rows is then corrected by validation rows if it is too sure of itself.
     """
     few = num_rows <= FEW_ROWS
     batch_size = batch_size or (_batch_of_few(num_rows) if few else 2048)
@@ -57,7 +59,8 @@ def choose_recipe(
     # So small a step gains nothing from a second thread, and loses much if the cores are busy: 300 samples/s instead of
     # 4,500 on two cores that other processes used too.
     size |= {"train.threads": 1} if few and batch_size <= MAX_BATCH else {}
-    stops = {"train.early_stopping": EVALUATIONS // 3} if validated else {}
+    stops: dict[str, Any] = {"train.early_stopping": EVALUATIONS // 3} if validated else {}
+    stops |= {"calibration.method": "slope"} if few and validated and rated else {}
     chosen = _few(model, num_rows, batch_size, epochs * steps_of_epoch) if few else _many(model)
     return {**chosen, **size, **stops}
 

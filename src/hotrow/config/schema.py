@@ -67,9 +67,8 @@ class DenseOptimizerConfig(_Section):
     lr: Positive = 0.1
     """Learning rate before the schedule."""
     weight_decay: NotNegative | None = None
-    """L2 penalty on the weights and biases of the MLPs, at every step; that of tables is `optimizer.sparse.l2`. `adamw`
-    multiplies them by 1 - lr * weight_decay instead of adding to gradients. null means torch's default: 0.01 for adamw,
-    else 0."""
+    """L2 penalty on the weights and biases of the MLPs, at every step. `adamw` multiplies them by 1 - lr * weight_decay
+    instead of adding to gradients. null means torch's default: 0.01 for adamw, else 0."""
 
 
 class SparseOptimizerConfig(_Section):
@@ -85,20 +84,12 @@ class SparseOptimizerConfig(_Section):
     l1: NotNegative | None = None
     """L1 penalty, which makes small weights exactly 0; null means 0. Only for ftrl."""
     l2: NotNegative | None = None
-    """L2 penalty, which makes weights smaller; null means 0. It is row-lazy: a row gets it only when a batch looks it
-    up. The Adagrads and adam add l2 * w to the row's gradient, as weight_decay in PyTorch and FBGEMM's L2 mode. Not for
-    sgd."""
+    """L2 penalty, which makes weights smaller; null means 0. Only for ftrl, as its authors published it."""
 
     @model_validator(mode="after")
     def _only_what_acts(self) -> SparseOptimizerConfig:
-        of_adagrads = ("initial_accumulator_value", "l2")
-        acts = {
-            "sgd": (),
-            "adagrad": of_adagrads,
-            "row_wise_adagrad": of_adagrads,
-            "adam": ("l2",),
-            "ftrl": ("l1", "l2"),
-        }[self.name]
+        start = ("initial_accumulator_value",)
+        acts = {"adagrad": start, "row_wise_adagrad": start, "ftrl": ("l1", "l2")}.get(self.name, ())
         for field, value in self:
             if field not in ("name", "lr", *acts) and value is not None:
                 raise ValueError(
@@ -215,8 +206,9 @@ class CalibrationConfig(_Section):
 
     method: Method | None = None
     """What is fitted to the validation rows after training, and then belongs to the model. `platt`: a slope and an
-    intercept of log odds, which need few rows. `isotonic`: rates that rise with the score in steps, which need some
-    thousand rows; scores become equal, which changes AUC a little. null: nothing is."""
+    intercept of log odds, which need few rows. `slope`: that slope about their mean, if it is below 1 by more than its
+    standard error. `isotonic`: rates that rise with the score in steps, which need some thousand rows; scores become
+    equal, which changes AUC a little. null: nothing is."""
     negatives_kept: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share r of the rows with label 0 that the dataset has, if the others were left out of it. `predict`, `eval`
     of raw rows, and exports then make p / (p + (1 - p) / r) of a probability p (He et al., 2014): the rate among all

@@ -205,13 +205,10 @@ def _sgd(weight: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor) -> None:
 
 
 def _adaptive(weight: Tensor, states: Sequence[Tensor], row_n: Tensor, g_nD: Tensor, rule: Rule) -> None:
-    """`g = g_1 + g_2 + ...` in order, `g = g + l2 * w` if there is a penalty (FTRL has its own), then one step of the
-    rule for each row."""
+    """`g = g_1 + g_2 + ...` in order, then one step of the rule for each row."""
     row, total = _ordered_sums(row_n, g_nD)
     if not len(row):
         return
-    if rule.l2 and rule.algorithm != "ftrl":
-        total = total + _float32(rule.l2) * weight[row]
     weight[row], *changed = _STEPS[rule.algorithm](rule, total, weight[row], *(state[row] for state in states))
     for state, rows in zip(states, changed, strict=True):
         state[row] = rows

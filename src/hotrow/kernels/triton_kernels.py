@@ -222,9 +222,6 @@ def update(
     if ALGORITHM != 0:
         state = tl.load(states_a + table, mask=starts, other=0).to(tl.pointer_type(tl.float32))
         eps = number_of(numbers, table, starts, 1)
-    if ALGORITHM != 0 and ALGORITHM != 4:
-        l2 = number_of(numbers, table, starts, 8)
-        g = tl.where(full(l2, g) != 0, g + l2 * w, g)
     if ALGORITHM == 1:
         h = tl.load(state[:, None] + at, mask=live, other=0.0)
         h = h + g * g

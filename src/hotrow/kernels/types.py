@@ -41,9 +41,8 @@ class Rule:
     """Both betas: for "adam"."""
     beta: float = 0.0
     l1: float = 0.0
-    """Both: for "ftrl"."""
     l2: float = 0.0
-    """For all but "sgd"."""
+    """The three: for "ftrl" alone, whose published algorithm has both penalties; no other one shrinks rows."""
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:

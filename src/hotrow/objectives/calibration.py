@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hotrow.base.records import STRICT, Count
 
-Method = Literal["platt", "isotonic"]
+Method = Literal["platt", "slope", "isotonic"]
 MAX_STEPS, LEAST_CHANGE = 100, 1e-10
 """Newton's method takes about ten steps; they end if slope and intercept, of standardised logits, change by less."""
 
@@ -57,11 +57,13 @@ class Calibration:
 
     def line(self) -> str:
         """Returns what was fitted to what, in words."""
-        of = "validation rows of the selection" if self.from_selection else "validation rows"
+        of = f"{self.num_rows:,} validation rows{' of the selection' if self.from_selection else ''}"
+        if self.method == "slope" and self.slope == 1:
+            return f"slope, which changes nothing: {of} do not show that log odds are too far apart"
         sign = "plus" if self.intercept >= 0 else "minus"
         found = f"{self.slope:.4g} times the log odds {sign} {abs(self.intercept):.4g}"
         found = f"{len({*self.y}):,} rates" if self.x else found
-        return f"{self.method}, {found}, fitted to {self.num_rows:,} {of}"
+        return f"{self.method}, {found}, fitted to {of}"
 
 
 def calibrated(outputs_B: Tensor, *, slope: float, intercept: float, x: list[float], y: list[float]) -> Tensor:
@@ -101,18 +103,29 @@ def fitted(
     1 and 0, whose weights are w1 and w0 in all. So it is finite even if a logit tells the label for certain (Platt,
     1999).
 
+    slope: m + a (z - m) of a logit z, m the mean and a platt's slope, if a is above 0 and below 1 by more than its
+    standard error. Else, or if all labels are equal, nothing is changed.
+
     isotonic: rates that rise with the logit and are nearest to the labels (least squares, by pooling adjacent
     violators), within 1 / (n + 2) and 1 - 1 / (n + 2) (Zadrozny and Elkan, 2002). Between two steps the log odds are on
     a straight line.
     """
-    find, num_rows = _platt if method == "platt" else _isotonic, len(logits)
+    num_rows = len(logits)
     if weights is not None:
         logits, labels, weights = logits[weights > 0], labels[weights > 0], weights[weights > 0]
     each = np.ones(len(logits)) if weights is None else weights.astype(np.float64)
-    return Calibration(method, step, num_rows, **find(logits.astype(np.float64), labels, each))
+    z = logits.astype(np.float64)
+    if method == "isotonic":
+        return Calibration(method, step, num_rows, **_isotonic(z, labels, each))
+    slope, intercept, error = _platt(z, labels, each)
+    if method == "slope":
+        apart = 0 < labels.mean() < 1 and 0 < slope < 1 - error
+        slope, intercept = (slope, (1 - slope) * float(np.average(z, weights=each))) if apart else (1.0, 0.0)
+    return Calibration(method, step, num_rows, slope, intercept)
 
 
-def _platt(z: NDArray[np.float64], labels: NDArray[np.bool_], each: NDArray[np.float64]) -> dict[str, float]:
+def _platt(z: NDArray[np.float64], labels: NDArray[np.bool_], each: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The slope and the intercept, and the slope's standard error by the inverse of the Hessian."""
     positives, negatives = float(each[labels].sum()), float(each[~labels].sum())
     target = np.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2))
     mean, spread = np.average(z, weights=each), z.std() or 1.0
@@ -134,13 +147,11 @@ def _platt(z: NDArray[np.float64], labels: NDArray[np.bool_], each: NDArray[np.f
         weights = weights + change
         if np.abs(change).max() <= LEAST_CHANGE:
             break
-    slope = float(weights[0] / spread)
-    return {"slope": slope, "intercept": float(weights[1] - slope * mean)}
+    slope, error = float(weights[0] / spread), float(math.sqrt(np.linalg.pinv(curvature)[0, 0]) / spread)
+    return slope, float(weights[1] - slope * mean), error
 
 
-def _isotonic(
-    z: NDArray[np.float64], labels: NDArray[np.bool_], each: NDArray[np.float64]
-) -> dict[str, tuple[float, ...]]:
+def _isotonic(z: NDArray[np.float64], labels: NDArray[np.bool_], each: NDArray[np.float64]) -> dict[str, Any]:
     order = np.argsort(z, kind="stable")
     z, labels, each = z[order], labels[order], each[order]
     firsts = np.flatnonzero(np.concatenate([[True], z[1:] != z[:-1]]))

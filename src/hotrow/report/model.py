@@ -151,7 +151,8 @@ def calibration_chart(run: RunFacts) -> Chart:
         height=HEIGHT, label="Calibration",
     )  # fmt: skip
     known = mapping_in(run.record, "calibration") if scores.get("split") == "test" else {}
-    fitted = f" They were calibrated on validation rows ({known['method']})." if known else ""
+    changed = known.get("x") or known.get("slope", 1) != 1
+    fitted = f" They were calibrated on validation rows ({known['method']})." if changed else ""
     text = f"Calibration: where the lines part, scores ({run.objective.score}) are too high or too low.{fitted}"
     return Chart(drawn, text)
 

@@ -36,6 +36,7 @@ from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.models import MODELS
+from hotrow.objectives import BY_GROUP
 from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder
 from hotrow.run.record import Candidate, Choice
 from hotrow.run.selection import difference, losses_by_step, step_to_stop_at
@@ -95,7 +96,9 @@ class Asked:
             num_rows, given = dataset.split("train").num_rows, self.given
             sizes = {name: getattr(config.train, name) for name in ("batch_size", "epochs") if f"train.{name}" in given}
             validated = "val" in dataset.splits and dataset.split("val").num_rows > 0
-            recipe = as_overrides(choose_recipe(num_rows, model=config.model.name, validated=validated, **sizes))
+            rated = config.model.objective in BY_GROUP and len(dataset.info.labels) == 1
+            own = choose_recipe(num_rows, model=config.model.name, validated=validated, rated=rated, **sizes)
+            recipe = as_overrides(own)
             config = make_config(apply_overrides(raw, [*recipe, *self.changes]), origin="fit")
             folder.log(f"recipe for {num_rows:,} training rows: {', '.join(recipe)}")
             size = f"batches of {config.train.batch_size}, {num_of(config.train.epochs, 'epoch')}"

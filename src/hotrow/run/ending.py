@@ -52,7 +52,7 @@ def _calibrate(training: Training, judged: Metrics | None, step: int) -> Calibra
     """The map of `calibration.method` for the weights of `step`, which from here on follows the model.
 
     It is fitted to the validation rows, which are judged without it: `judged` holds their outputs, or will. Without
-    such rows it is the map of the selection, whose weights had not seen them. Collective.
+    such rows it is the map of the selection, if there was one, whose weights had not seen them. Collective.
     """
     if (method := training.config.calibration.method) is None:
         return None
@@ -61,9 +61,10 @@ def _calibrate(training: Training, judged: Metrics | None, step: int) -> Calibra
             training.evaluated("val", metrics=judged)
         found = fitted(method, *judged.rows(), step=step)
     else:
-        selected = RunFolder.open(training.folder.selection).record.calibration
+        path = training.folder.selection
+        selected = RunFolder.open(path).record.calibration if path.is_dir() else None
         if selected is None or selected.method != method:
-            text = f"{training.folder.selection} has no calibration by {method}, and this run no rows to fit it to"
+            text = f"{path} has no calibration by {method}, and this run no rows to fit it to"
             training.warn("not_calibrated", text, count=1)
             return None
         found = replace(selected, step=step, from_selection=True)

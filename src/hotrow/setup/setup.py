@@ -159,7 +159,7 @@ def check_data(config: Config, dataset: PackedDataset, folder: Path) -> None:
             f"train.early_stopping is {patience}, but {dataset.path} has no rows in a split 'val' to stop by; prepare "
             "the data with one, or set it to null"
         )
-    if config.calibration.method is not None and not (folder / SELECTION).is_dir():
+    if config.calibration.method not in (None, "slope") and not (folder / SELECTION).is_dir():
         _check_rows_to_fit(f"calibration.method is {config.calibration.method!r}", dataset)
 
 
