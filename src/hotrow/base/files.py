@@ -191,11 +191,7 @@ def check_name(name: str, *, what: str = "name") -> str:
             f"{what} is {name!r}; it becomes a file name, so it must not start with '.' or hold '/', '\\' or "
             "control characters: rename it"
         )
-    try:
-        num_bytes = len(name.encode())
-    except UnicodeEncodeError:
-        raise ValueError(f"{what} is {name!r}; it must be valid Unicode: rename it") from None
-    if num_bytes > MAX_NAME_BYTES:
+    if (num_bytes := len(check_text(name, what=what).encode())) > MAX_NAME_BYTES:
         raise ValueError(f"{what} {name[:40]!r}... has {num_bytes} bytes; at most {MAX_NAME_BYTES} are allowed")
     return name
 
@@ -347,9 +343,7 @@ def file_system(path: Path | str) -> str | None:
     for line in lines:
         before, after = line.split(" - ", 1)
         point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
-        if (
-            resolved.is_relative_to(point) and len(point) >= longest
-        ):  # a later mount on the same point covers an earlier one
+        if resolved.is_relative_to(point) and len(point) >= longest:  # a later mount on one point covers an earlier one
             found, longest = after.split()[0], len(point)
     return found
 
