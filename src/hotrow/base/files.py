@@ -125,12 +125,20 @@ def take_room(file: BinaryIO, num_bytes: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes renames and removals in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    with descriptor_of(folder, os.O_RDONLY) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
+                raise
+
+
+@contextmanager
+def descriptor_of(path: Path, flags: int) -> Iterator[int]:
+    """Yields a descriptor of what lies at `path`; a file that `flags` make is private."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
-            raise
+        yield descriptor
     finally:
         os.close(descriptor)
 
