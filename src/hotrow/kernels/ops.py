@@ -757,15 +757,15 @@ def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = F
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if not _left_to_torch(dense_BD):
+    if _by_triton(dense_BD):
+        out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
+    elif _left_to_torch(dense_BD):
+        out = reference.interact(dense_BD, pooled_BFD)
+    else:
         dense_BD, pooled_BFD = dense_BD.float().contiguous(), pooled_BFD.float().contiguous()
         if torch.is_grad_enabled() and (dense_BD.requires_grad or pooled_BFD.requires_grad):
             return _Interaction.apply(dense_BD, pooled_BFD, concatenated)  # type: ignore[no-any-return, no-untyped-call]
         return _interact(dense_BD.detach(), pooled_BFD.detach(), concatenated), pooled_BFD[:, :, 0]
-    if _by_triton(dense_BD):
-        out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
-    else:
-        out = reference.interact(dense_BD, pooled_BFD)
     return torch.cat([out, pooled_BFD.flatten(1)], dim=1) if concatenated else out, pooled_BFD[:, :, 0]
 
 
