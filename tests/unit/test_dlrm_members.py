@@ -65,9 +65,8 @@ def test_a_step_with_dropout_is_that_of_plain_torch() -> None:
 def test_nothing_is_dropped_outside_of_a_step() -> None:
     dense, pooled = inputs()
     options = {"concatenated": True, "first_order": True}
-    assert torch.equal(
-        built(dropout=0.3, embedding_dropout=0.4, **options)(dense, pooled), built(**options)(dense, pooled)
-    )
+    drops = built(dropout=0.3, embedding_dropout=0.4, **options)
+    assert torch.equal(drops(dense, pooled), built(**options)(dense, pooled))
 
 
 def test_a_step_without_dropout_computes_what_scoring_computes() -> None:
@@ -119,18 +118,8 @@ def test_members_are_dlrms_side_by_side() -> None:
     model, (dense, pooled) = built(members=3, first_order=True), inputs(3 * D)
     assert isinstance(model, DLRMs)
     generator = torch.Generator().manual_seed(0)
-    alone = [
-        DLRM(
-            num_dense=N,
-            num_features=F,
-            embedding_dim=D,
-            bottom_mlp=[7],
-            top_mlp=[9, 6],
-            first_order=True,
-            generator=generator,
-        )
-        for _ in range(3)
-    ]
+    sizes: Any = {"num_dense": N, "num_features": F, "embedding_dim": D, "bottom_mlp": [7], "top_mlp": [9, 6]}
+    alone = [DLRM(**sizes, first_order=True, generator=generator) for _ in range(3)]
     rows = pooled.view(B, F, 3, D)
     logits = torch.stack([own(dense, rows[:, :, k].reshape(B, F * D)) for k, own in enumerate(alone)])
     torch.testing.assert_close(model(dense, pooled), logits.mean(0))

@@ -254,10 +254,8 @@ def test_a_full_disk_keeps_finished_parts(tmp_path: Path, rows: Rows, monkeypatc
     assert error.value.errno == errno.ENOSPC
     cure = "2 finished part(s) with 600 rows are kept. Free some space, then run the same command again"
     assert cure in str(error.value)
-    assert sorted(path.name for path in (tmp_path / "data" / "train").iterdir()) == [
-        "part-00000.arrow",
-        "part-00001.arrow",
-    ]
+    parts = sorted(path.name for path in (tmp_path / "data" / "train").iterdir())
+    assert parts == ["part-00000.arrow", "part-00001.arrow"]
     with PackedWriter(tmp_path / "data", make_info(), rows_per_part=300, rows_per_block=100) as writer:
         append_rows_to(writer, "train", rows.slice(writer.finished_rows("train"), 1037))
         assert_holds(writer.close(), "train", rows)
@@ -308,9 +306,8 @@ def test_a_bad_row_of_a_list_is_named(tmp_path: Path) -> None:
     bag = (np.array([1, 2, 100_000, 3]), np.array([0, 2, 2, 4]))
     fine = (np.array([1]), np.array([0, 0, 0, 1]))
     with PackedWriter(tmp_path / "data", make_info()) as writer:
-        writer.append(
-            "train", [0] * 3, np.zeros((3, 2)), {"row": np.arange(3), "item": np.arange(3), "bag": bag, "past": fine}
-        )
+        ids = {"row": np.arange(3), "item": np.arange(3), "bag": bag, "past": fine}
+        writer.append("train", [0] * 3, np.zeros((3, 2)), ids)
         with pytest.raises(ValueError, match="column 'bag', row 2: id is 100000"):
             writer.close()
 
