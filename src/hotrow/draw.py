@@ -71,7 +71,8 @@ class Axis:
     def counted(cls, values: Iterable[float], start: float, end: float) -> Axis:
         """Makes a linear axis from 0 to the largest value, or to a round tick that is less than a tenth above it."""
         high = max(values) or 1.0
-        ticks = _round_steps(0.0, 1.1 * high)
+        step = _round_step(0.0, 1.1 * high)
+        ticks = [float(f"{step * k:.12g}") for k in range(math.floor(1.1 * high / step + 1e-9) + 1)]
         high = max(high, ticks[-1])
         return cls(0.0, high, start, end, {value: number(value) for value in ticks})
 
@@ -113,13 +114,6 @@ def _round_step(low: float, high: float) -> float:
     least = (high - low) / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * k for k in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0) if power * k > least * (1 + 1e-9))
-
-
-def _round_steps(low: float, high: float) -> list[float]:
-    """Returns round numbers at equal distances between `low` and `high`."""
-    step = _round_step(low, high)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
 
 
 def number(value: float) -> str:

@@ -125,12 +125,20 @@ def take_room(file: BinaryIO, num_bytes: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes renames and removals in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    with descriptor_of(folder, os.O_RDONLY) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
+                raise
+
+
+@contextmanager
+def descriptor_of(path: Path, flags: int) -> Iterator[int]:
+    """Yields a descriptor of what lies at `path`; a file that `flags` make is private."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
-            raise
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -191,11 +199,7 @@ def check_name(name: str, *, what: str = "name") -> str:
             f"{what} is {name!r}; it becomes a file name, so it must not start with '.' or hold '/', '\\' or "
             "control characters: rename it"
         )
-    try:
-        num_bytes = len(name.encode())
-    except UnicodeEncodeError:
-        raise ValueError(f"{what} is {name!r}; it must be valid Unicode: rename it") from None
-    if num_bytes > MAX_NAME_BYTES:
+    if (num_bytes := len(check_text(name, what=what).encode())) > MAX_NAME_BYTES:
         raise ValueError(f"{what} {name[:40]!r}... has {num_bytes} bytes; at most {MAX_NAME_BYTES} are allowed")
     return name
 
@@ -347,9 +351,7 @@ def file_system(path: Path | str) -> str | None:
     for line in lines:
         before, after = line.split(" - ", 1)
         point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
-        if (
-            resolved.is_relative_to(point) and len(point) >= longest
-        ):  # a later mount on the same point covers an earlier one
+        if resolved.is_relative_to(point) and len(point) >= longest:  # a later mount on one point covers an earlier one
             found, longest = after.split()[0], len(point)
     return found
 

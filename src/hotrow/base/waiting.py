@@ -6,7 +6,7 @@ This module does not import torch, whose OpenMP reads these variables once, when
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Any of them says how threads wait; a user who has set one is not overruled."""
@@ -18,10 +18,5 @@ def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
     By default they spin for milliseconds. If other processes want the cores, a thread that waits spins away the time of
     the one it waits for, and two threads are several times slower than one.
     """
-    if may_spin(environ):
+    if not any(name in environ for name in VARIABLES):
         environ["OMP_WAIT_POLICY"] = "passive"
-
-
-def may_spin(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether nothing in the environment says how threads wait, so that OpenMP's default holds: they spin."""
-    return not any(name in environ for name in VARIABLES)

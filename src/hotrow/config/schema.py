@@ -365,10 +365,6 @@ class ParallelConfig(_Section):
     resumed."""
 
 
-def _memory_tag(value: Any) -> str:
-    return "word" if isinstance(value, str) else "mapping"
-
-
 class Config(_Section):
     """One training run."""
 
@@ -386,7 +382,7 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: Annotated[
         Annotated[Literal["auto", "dram"], Tag("word")] | Annotated[MemoryConfig, Tag("mapping")],
-        Discriminator(_memory_tag),
+        Discriminator(lambda value: "word" if isinstance(value, str) else "mapping"),
     ] = "auto"
     """Where tables and optimizer state live. `auto`: in DRAM, up to 60 % of what this process may use (cgroup limits
     count) and no more than batches and dense layers leave, the rest on disk in the run's folder. `dram`: all in DRAM; a

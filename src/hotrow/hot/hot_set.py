@@ -266,7 +266,10 @@ def hot_samples(dataset: PackedDataset, hot: HotSet, *, threads: int | None = No
 
     Reads the training split once, `threads` blocks at a time. Raises ValueError if the hot set lacks a table.
     """
-    split, rows = dataset.split("train"), by_feature(dataset, hot.rows)
+    split, tables = dataset.split("train"), [feature.table for feature in dataset.info.features]
+    if absent := [table for table in tables if table not in hot.rows]:
+        raise ValueError(f"the hot set has no table {absent[0]!r}; it has {', '.join(hot.rows) or 'none'}")
+    rows = [hot.rows[table] for table in tables]
     # In threads, because numpy releases the interpreter in long loops.
     with ThreadPoolExecutor(threads or usable_cores()) as pool:
         pieces = pool.map(lambda index: is_hot(split.block(index), rows), range(split.num_blocks))
@@ -286,11 +289,3 @@ def _every(found: NDArray[np.bool_], row_splits: NDArray[np.int64]) -> NDArray[n
     """Returns for each sample whether all its lookups were found."""
     cold = np.concatenate([[0], np.cumsum(~found)])
     return np.asarray(cold[row_splits[1:]] == cold[row_splits[:-1]])
-
-
-def by_feature(dataset: PackedDataset, rows: Mapping[str, HotRows]) -> list[HotRows]:
-    """Returns the hot rows of each feature's table. Raises ValueError if a table is missing."""
-    for feature in dataset.info.features:
-        if feature.table not in rows:
-            raise ValueError(f"the hot set has no table {feature.table!r}; it has {', '.join(rows) or 'none'}")
-    return [rows[feature.table] for feature in dataset.info.features]

@@ -867,8 +867,9 @@ How: TypeAlias = tuple[tuple[int, ...], list[int], Activation, Sequence[Drop]]
 """x's shape [M, B, I], the widths of the layers, `last`, and what the layers of each member drop, one after another."""
 
 
-def _empty_like(own: Tensor) -> Tensor:
-    return torch.empty_like(own) if own.numel() < KEPT_FLOATS else empty(*own.shape)
+def empty_like(own: Tensor) -> Tensor:
+    """As `empty`, of the shape of a float32 tensor on any device."""
+    return torch.empty_like(own) if own.numel() < KEPT_FLOATS or not own.is_cpu else empty(*own.shape)
 
 
 class _MLP(torch.autograd.Function):
@@ -895,8 +896,8 @@ def _mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if len(drops) == len(weights):  # the last layer's outputs too
         grad = grad * scale
     grad = torch.ops.aten.threshold_backward(grad, out, 0) if last == "relu" else grad.contiguous()
-    grad_x = _empty_like(x) if ctx.needs_input_grad[0] else None
-    grads = [own for weight in weights for own in (_empty_like(weight), torch.empty(weight.shape[0]))]
+    grad_x = empty_like(x) if ctx.needs_input_grad[0] else None
+    grads = [own for weight in weights for own in (empty_like(weight), torch.empty(weight.shape[0]))]
     inputs = [own.data_ptr() for own in weights], x.data_ptr(), hidden.data_ptr(), grad.data_ptr()
     outputs = [own.data_ptr() for own in grads], 0 if grad_x is None else grad_x.data_ptr()
     _native().mlp_backward(shape, widths, *inputs, *outputs, scale, torch.get_num_threads(), ctx.packed)

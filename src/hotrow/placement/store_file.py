@@ -14,12 +14,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hotrow.base.files import NETWORK, file_system
+from hotrow.base.files import NETWORK, descriptor_of, file_system
 from hotrow.kernels import ops
 
 HEAD_BYTES = 4096
@@ -79,27 +79,19 @@ def make_file(path: Path, rows: TableRows, kind: Kind) -> tuple[Kind, int | None
 
     The kind is "block" if records cannot be gathered in sectors of this size. Raises OSError from the file system.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with descriptor_of(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as descriptor:
         sector = _sector(path) if kind in BLOCKS else None
         if kind == "gathered" and page_records(rows.record_bytes, sector or SECTORS[0]) is None:
             kind = "block"
         os.ftruncate(descriptor, max(os.fstat(descriptor).st_size, file_bytes(rows, sector, kind)))
-    finally:
-        os.close(descriptor)
     return kind, sector
 
 
 def _sector(path: Path) -> int:
     """Returns the sector that direct I/O on a file needs, or the smallest if direct I/O is refused."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return SECTORS[0]
-    try:
+    told = 0
+    with suppress(OSError), descriptor_of(path, os.O_RDWR | DIRECT) as descriptor:
         told = int(ops.native_module().direct_sector(descriptor))
-    finally:
-        os.close(descriptor)
     return told if told in SECTORS else SECTORS[0]
 
 
@@ -206,31 +198,21 @@ def remove_left_folders(parent: Path) -> list[Path]:
 
 
 def _remove_left(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False  # another user's
-    try:
+    # An error: it is another user's, in use, just removed by its owner, or on a file system that has no locks.
+    with suppress(OSError), descriptor_of(path, os.O_RDONLY) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if any(file.suffix != SUFFIX for file in path.iterdir()):
-            return False  # not hotrow's
-        shutil.rmtree(path, ignore_errors=True)
-        return not path.exists()
-    except OSError:  # in use, just removed by its owner, or on a file system that has no locks
-        return False
-    finally:
-        os.close(descriptor)
+        if all(file.suffix == SUFFIX for file in path.iterdir()):  # else it is not hotrow's
+            shutil.rmtree(path, ignore_errors=True)
+            return not path.exists()
+    return False
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with descriptor_of(folder, os.O_RDONLY) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             text = f"its file system ({file_system(folder)}) cannot lock what is in use ({error.strerror})"
             raise OSError(error.errno, text) from error
         yield
-    finally:
-        os.close(descriptor)

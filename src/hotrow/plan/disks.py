@@ -10,9 +10,8 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrow.base.files import disk_free_bytes, explain_full_disk, size
+from hotrow.base.files import descriptor_of, disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.kernels import ops
 from hotrow.placement.store_file import DIRECT, HEAD_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
@@ -125,12 +124,11 @@ class _File:
         num_bytes = min(LARGE_BYTES, FILE_BYTES // ROUNDS // NUM_LARGE) // HEAD_BYTES * HEAD_BYTES
         count = FILE_BYTES // ROUNDS // num_bytes
         memory = memoryview(mmap.mmap(-1, num_bytes * count))  # begins at a page, as I/O past the page cache must
-        with self._direct() as descriptor, ThreadPoolExecutor(NUM_LARGE) as pool:
+        with descriptor_of(self.path, os.O_RDWR | DIRECT) as descriptor, ThreadPoolExecutor(NUM_LARGE) as pool:
 
             def one(i: int, k: int) -> None:
-                done = move(
-                    descriptor, [memory[k * num_bytes : (k + 1) * num_bytes]], HEAD_BYTES + (i * count + k) * num_bytes
-                )
+                own, offset = memory[k * num_bytes : (k + 1) * num_bytes], HEAD_BYTES + (i * count + k) * num_bytes
+                done = move(descriptor, [own], offset)
                 assert done == num_bytes, "I/O past the page cache is of whole sectors, or fails"
 
             def one_round(i: int) -> float:
@@ -139,14 +137,6 @@ class _File:
                 return num_bytes * count / (time.perf_counter() - start)
 
             return statistics.median(map(one_round, range(ROUNDS)))
-
-    @contextmanager
-    def _direct(self) -> Iterator[int]:
-        descriptor = os.open(self.path, os.O_RDWR | DIRECT | os.O_CLOEXEC)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
 
     def random(self, store: Store, what: str) -> float:
         """The I/Os a second; what: "reads" or "writes" of random sectors."""

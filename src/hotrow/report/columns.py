@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.sources.schema import Schema, parse_schema
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """What is made of a column of the files."""
 
-    dense: tuple[int, ...] = ()
+    dense: list[int]
     """Places among the dense inputs, its statistics included."""
-    features: tuple[str, ...] = ()
+    features: list[str]
 
 
 def columns_of(info: DatasetInfo) -> dict[str, Column]:
@@ -36,12 +34,10 @@ def columns_of(info: DatasetInfo) -> dict[str, Column]:
 
     for place, name in enumerate(info.dense_names):
         for column in dict.fromkeys(sources(name)):
-            own = found.get(column, Column())
-            found[column] = Column((*own.dense, place), own.features)
+            found.setdefault(column, Column([], [])).dense.append(place)
     for name in info.feature_names:
         for column in dict.fromkeys(sources(name)):
-            own = found.get(column, Column())
-            found[column] = Column(own.dense, (*own.features, name))
+            found.setdefault(column, Column([], [])).features.append(name)
     return found
 
 

@@ -60,27 +60,25 @@ class RunFacts:
         return for_labels(objective, [] if self.info is None else [label.name for label in self.info.labels])
 
 
-def read_lines(path: Path) -> tuple[list[Line], int]:
+def read_lines(path: Path) -> tuple[Sequence[Line], int]:
     """Returns the lines of a metrics.jsonl that can be read, and how many cannot; none of a file that is absent."""
     try:
         raw = read_file(path).split(b"\n")
     except FileNotFoundError:
         return [], 0
-    found: list[Line] = []
-    left_out = 0
-    for line in raw:
-        if not line:
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        is_whole = isinstance(value, dict) and isinstance(value.get("kind"), str) and type(value.get("step")) is int
-        if is_whole and 0 <= value["step"] <= MAX_COUNT:
-            found.append(value)
-        else:
-            left_out += 1
-    return found, left_out
+    found = [line_of(line) for line in raw if line]
+    whole = [line for line in found if line is not None]
+    return whole, len(found) - len(whole)
+
+
+def line_of(text: bytes) -> dict[str, Any] | None:
+    """Returns a line of metrics.jsonl; None if it is damaged."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_whole = isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("step")) is int
+    return found if is_whole and 0 <= found["step"] <= MAX_COUNT else None
 
 
 def number_in(line: Mapping[str, Any], *names: str) -> float | None:

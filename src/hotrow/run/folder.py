@@ -39,7 +39,7 @@ from hotrow.base.records import Document, flat
 from hotrow.config.load import parse_yaml
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.report.facts import RunFacts, read_lines
+from hotrow.report.facts import RunFacts, line_of, read_lines
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import write_report
 from hotrow.run.checkpoint_rows import link_or_copy
@@ -330,7 +330,11 @@ class RunFolder:
         if not is_taken(path):
             raise ValueError(f"{path} is missing; restore it from a copy, or make an empty file to go on without it")
         lines = read_file(path).split(b"\n")[:-1]
-        return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+        found = [line_of(line) for line in lines]
+        if None in found:
+            where = f"{path}, line {1 + found.index(None)}"
+            raise ValueError(f"{where}: it was damaged or edited; restore it from a copy, or remove the line")
+        return [line for line in found if line is not None]
 
     def rewind(self, step: int) -> None:
         """Removes lines of metrics.jsonl after `step`, and of a swap right after it: they will come again."""
@@ -524,16 +528,6 @@ def _stopped_before_training(path: Path, preparation: str, *, is_named: bool) ->
         return record.preparation == preparation or (is_named and record.status == "failed")
     except ValueError:  # a run.json that cannot be read is not continued
         return False
-
-
-def _measurement(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    if not (isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("step")) is int):
-        raise ValueError(f"{where}: it was damaged or edited; restore it from a copy, or remove the line")
-    return found
 
 
 def _now() -> str:

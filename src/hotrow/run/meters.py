@@ -309,7 +309,10 @@ class TierMeter(CountsApart):
         aside = sum_of(self._with_bytes(self._aside).values())
 
         def figures(counts: Counter[str]) -> dict[str, Any]:
-            return {**hits(counts), **io(counts), **rates(counts, seconds=seconds, epochs=epochs)}
+            per_s = ratio(counts["demanded_bytes"], seconds, digits=0)
+            per_epoch = ratio(counts["written_bytes"], epochs, digits=0)
+            rates = {"demanded_bytes_per_s": per_s, "written_bytes_per_epoch": per_epoch}
+            return {**hits(counts), **io(counts), **rates}
 
         memory = {
             "dram_bytes": dram_bytes(tiers),
@@ -341,7 +344,10 @@ class TierMeter(CountsApart):
                 behind.setdefault(FILES[store.kind], []).append(training[store.rows.table])
         files = {name: {"tables": len(counts), **io(sum_of(counts))} for name, counts in behind.items()}
         middle = [training[store.rows.table] for store in self.tiers.stores if store.middle is not None]
-        before = {"file": {"tables": len(middle), **middle_io(sum_of(middle))}} if middle else {}
+        # The file tier in front of a disk is memory, and has no I/Os.
+        names = {"read_rows": "middle_hits", "read_bytes": "middle_read_bytes", "written_bytes": "middle_written_bytes"}
+        asked = {name: sum_of(middle)[counter] for name, counter in names.items()}
+        before = {"file": {"tables": len(middle), **asked}} if middle else {}
         return {"dram": {"tables": len(self.tiers.tables), **hits(sum_of(training.values()))}, **before, **files}
 
     @override
@@ -432,23 +438,6 @@ def io(counts: Counter[str]) -> dict[str, Any]:
         "blocked_s": round(counts["blocked_ns"] / 1e9, 3),
         "io_cpu_s": round(counts["io_cpu_ns"] / 1e9, 3),
         "cpu_us_per_io": ratio(counts["io_cpu_ns"] / 1e3, _ios(counts), digits=3),
-    }
-
-
-def middle_io(counts: Counter[str]) -> dict[str, Any]:
-    """Returns what was asked of the file tier in front of a disk, which is memory and has no I/Os."""
-    return {
-        "read_rows": counts["middle_hits"],
-        "read_bytes": counts["middle_read_bytes"],
-        "written_bytes": counts["middle_written_bytes"],
-    }
-
-
-def rates(counts: Counter[str], *, seconds: float, epochs: float) -> dict[str, Any]:
-    """Returns figures of training per second and per epoch."""
-    return {
-        "demanded_bytes_per_s": ratio(counts["demanded_bytes"], seconds, digits=0),
-        "written_bytes_per_epoch": ratio(counts["written_bytes"], epochs, digits=0),
     }
 
 

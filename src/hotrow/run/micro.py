@@ -125,10 +125,6 @@ def _sums_of_part(
     return [own.clone() for own in sums] if shared else sums
 
 
-def _empty_like(rows: Tensor) -> Tensor:
-    return ops.empty(*rows.shape) if rows.device.type == "cpu" else torch.empty_like(rows)
-
-
 class _LookedUp:
     """Rows of a batch as the model takes them, in parts; the parts' gradients come together in one tensor again."""
 
@@ -139,7 +135,7 @@ class _LookedUp:
         else:
             self._values = {name: values for name, (values, _) in rows.items()}
             self._offsets = {name: offsets for name, (_, offsets) in rows.items()}
-        self._grads = {name: _empty_like(own) for name, own in self._values.items() if own.requires_grad}
+        self._grads = {name: ops.empty_like(own) for name, own in self._values.items() if own.requires_grad}
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[str, slice]]:
         """Yields which values of each feature belong to samples [start, stop)."""

@@ -181,7 +181,11 @@ def _resume(
             remove_left_rows(folder)  # the run may go on with its rows elsewhere, and nobody would look there again
 
         def decide() -> tuple[Setup, Start | None]:
-            _check_is_there(config, folder)
+            if not is_taken(Path(config.data) / MANIFEST):
+                raise ValueError(
+                    f"the run's dataset is not at {config.data} (data): if it has moved, continue with: "
+                    f"{resume_command(folder.path)} --set data=FOLDER"
+                )
             dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
             setup = Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
             return setup, None if newest is not None else start_of(setup, folder.record.parent)
@@ -228,15 +232,6 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
             "results, so a resumed run keeps it"
         )
     return config
-
-
-def _check_is_there(config: Config, folder: RunFolder) -> None:
-    """Raises ValueError if the dataset of a run is not where its config says."""
-    if not is_taken(Path(config.data) / MANIFEST):
-        raise ValueError(
-            f"the run's dataset is not at {config.data} (data): if it has moved, continue with: "
-            f"{resume_command(folder.path)} --set data=FOLDER"
-        )
 
 
 def remove_left_rows(folder: RunFolder) -> list[Path]:

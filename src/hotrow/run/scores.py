@@ -96,8 +96,8 @@ def _exchangeable(columns: Mapping[str, Column], features: Sequence[Feature], *,
     found = {name: own for name, own in columns.items() if name not in together}
     if together:
         parts = [columns[name] for name in together]
-        dense = tuple(place for own in parts for place in own.dense)
-        found[", ".join(together)] = Column(dense, tuple(name for own in parts for name in own.features))
+        dense = [place for own in parts for place in own.dense]
+        found[", ".join(together)] = Column(dense, [name for own in parts for name in own.features])
     return found
 
 
@@ -132,8 +132,8 @@ class _Inputs:
 
     def exchanged(self, column: Column, order: Tensor) -> _Inputs:
         """Returns the rows with what is made of a column in another order."""
-        dense_BI, places = self.dense.clone(), list(column.dense)
-        dense_BI[:, places] = self.dense[order][:, places]
+        dense_BI = self.dense.clone()
+        dense_BI[:, column.dense] = self.dense[order][:, column.dense]
         return replace(self, dense=dense_BI, rows=self._taken(order, column.features))
 
     def _taken(self, order: Tensor, features: Sequence[str]) -> Any:

@@ -88,11 +88,8 @@ def _window_bytes(config: Config, dataset: PackedDataset, lengths: Mapping[str, 
     if not config.train.shuffle:
         return 0
     info = dataset.info
-    ids = sum(
-        2 * lengths[feature.name] * np.dtype(info.id_dtype(feature)).itemsize
-        for feature in info.features
-        if feature.kind != "one_hot"
-    )
+    lists = [feature for feature in info.features if feature.kind != "one_hot"]
+    ids = sum(2 * lengths[own.name] * np.dtype(info.id_dtype(own)).itemsize for own in lists)
     loaders = 2 if config.hot.takes_turns else 1  # of hot and of cold batches
     return math.ceil(loaders * min(WINDOW_ROWS, dataset.split("train").num_rows) * (info.row_bytes + ids + 8))
 

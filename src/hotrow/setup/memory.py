@@ -73,19 +73,14 @@ def choose(
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
-    room = room or Room.here()
+    room, chosen = room or Room.here(), config.tiers
     available = room.dram_bytes
-    chosen = config.tiers
     budget = dram_budget(config, available, beside_bytes)
     known = 0 if config.hbm is None else _directory_bytes(config, tables, training=training)
     available, budget = available - known, budget - known
+    memory = Memory(dram=max(1, budget), ssd=run / FOLDER)
     planner = SlotPlanner(
-        config=config,
-        tables=tables,
-        memory=Memory(dram=max(1, budget), ssd=run / FOLDER),
-        budget=budget,
-        dataset=dataset,
-        training=training,
+        config=config, tables=tables, memory=memory, budget=budget, dataset=dataset, training=training
     )
     if config.memory == "dram" and training:
         _check_available(config, needed, available, room)
@@ -103,7 +98,11 @@ def choose(
     _check_available(config, min(needed, budget), available, room)
     if needed <= budget:
         return None, planner
-    memory = _memory(chosen, budget, run)
+    memory = Memory(
+        dram=without_pieces(budget),
+        ssd=None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER,
+        **{name: getattr(chosen, name) for name in ("file", "file_bytes", "writes", "force")},
+    )
     _check_folders(chosen, memory, run)
     planner = replace(planner, memory=memory)
     try:
@@ -163,18 +162,6 @@ def _check_available(config: Config, num_bytes: int, available: int, room: Room)
             f"{size(num_bytes - available)} more than the {size(available)} {room.owner} may use; "
             f"set memory to auto, which lays the rest on disk, or {_CURES}"
         )
-
-
-def _memory(chosen: MemoryConfig, budget: int, run: Path) -> Memory:
-    ssd = None if chosen.file is not None and chosen.file_bytes is None else chosen.ssd or run / FOLDER
-    return Memory(
-        dram=without_pieces(budget),
-        ssd=ssd,
-        file=chosen.file,
-        file_bytes=chosen.file_bytes,
-        writes=chosen.writes,
-        force=chosen.force,
-    )
 
 
 def _check_folders(chosen: MemoryConfig, memory: Memory, run: Path) -> None:

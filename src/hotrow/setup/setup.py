@@ -171,11 +171,8 @@ def is_selection(folder: Path) -> bool:
 def _check_rows_to_fit(asked: str, dataset: PackedDataset) -> None:
     """Raises ValueError, with the cure, if the validation rows do not have both labels."""
     split = dataset.splits.get("val")
-    found = (
-        set[float]()
-        if split is None
-        else {float(label) for index in range(split.num_blocks) for label in np.unique(split.block(index).label)}
-    )
+    blocks = [] if split is None else map(split.block, range(split.num_blocks))
+    found = {float(label) for block in blocks for label in np.unique(block.label)}
     if len(found) < 2:
         has = f"has rows of label {found.pop():g} alone" if found else "has no rows"
         raise ValueError(

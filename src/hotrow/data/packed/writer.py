@@ -7,12 +7,12 @@ written last.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -72,11 +72,10 @@ _FINISHED = Document(
 )
 
 
-class _ChecksumSink:
+class _ChecksumSink(io.RawIOBase):
     """A file that Arrow writes to; it records the crc32 of the bytes between two cuts."""
 
     def __init__(self, file: BinaryIO, header_bytes: int) -> None:
-        self.closed = False
         self.ends: list[int] = []
         self.crc32: list[int] = []
         self._file, self._header_bytes = file, header_bytes
@@ -106,20 +105,8 @@ class _ChecksumSink:
     def writable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
     def tell(self) -> int:
         return self._position
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class _PartWriter:
@@ -304,9 +291,7 @@ class PackedWriter:
     def __enter__(self) -> PackedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
     def _check_shapes(self, labels: NDArray[Any], dense: NDArray[Any], ids: list[Any]) -> list[Ids]:
@@ -375,7 +360,8 @@ class PackedWriter:
         }
         if not any(split.num_rows for split in splits.values()):
             raise ValueError(f"{self.path}: no rows were written; the source is empty or every row was filtered out")
-        files = {path.relative_to(self.path).as_posix(): path for path in self._side_files()}
+        beside = sorted(p for folder in RESERVED_SPLITS for p in (self.path / folder).rglob("*") if p.is_file())
+        files = {path.relative_to(self.path).as_posix(): path for path in beside}
         records = {name: FileRecord(path.stat().st_size, crc32(path)) for name, path in files.items()}
         write_info(self.path, replace(self.info, splits=splits, files=records, summary=dict(summary)))
 
@@ -402,6 +388,3 @@ class PackedWriter:
                 if not path.is_file() or path.stat().st_size != part.num_bytes:
                     raise ValueError(f"{path} was finished but is now missing or cut; remove the folder {self.path}")
         return {split: list(parts) for split, parts in finished.parts.items()}
-
-    def _side_files(self) -> list[Path]:
-        return sorted(p for folder in RESERVED_SPLITS for p in (self.path / folder).rglob("*") if p.is_file())

@@ -22,14 +22,12 @@ from hotrow.config.load import make_config, set_field
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.sources.columns import left_out
-from hotrow.data.sources.facts import Guess
 from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
 from hotrow.data.sources.schema import Schema
 from hotrow.objectives import DEFAULT, OBJECTIVES
-from hotrow.objectives.objective import LabelKind
 
 SCHEMA_FILE = "schema.yaml"
 RECIPE_FILE = "recipe.yaml"
@@ -106,8 +104,8 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
-        objective = read.objective or _objective_for(info.labels[0].kind)
-        recipe = render(str(paths), num_rows, exact=True, objective=objective)
+        fitting = (name for name, own in OBJECTIVES.items() if own.label in (info.labels[0].kind, "number"))
+        recipe = render(str(paths), num_rows, exact=True, objective=read.objective or next(fitting))
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
     source = None if read.hints else recognise(paths)
@@ -128,11 +126,6 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
     found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     recipe = render(data, int(0.8 * guess.num_rows), exact=False, objective=read.objective)
     return InitResult(found, source, render_schema(guess), recipe, commands)
-
-
-def _objective_for(kind: LabelKind) -> str:
-    """Returns the first objective that takes labels of this kind."""
-    return next(name for name, objective in OBJECTIVES.items() if objective.label in (kind, "number"))
 
 
 def _training_rows(num_rows: int, schema: Schema) -> int:
@@ -161,7 +154,9 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
         yield f"{role}:" if guess.of(role) else f"{role}: []"
         for g in guess.of(role):
             yield _commented(f"  - {_flow(g.spec)}", g.reason)
-    yield from _left_out(guess.of(""))
+    if left := guess.of(""):
+        yield "# left out:"
+        yield from (f"#   {_scalar(g.column)}: {g.reason}" for g in left)
     tables = ", ".join(f"{name}: {_flow(spec)}" for name, spec in guess.tables.items())
     yield _commented(f"tables: {{{tables}}}", "ids that are seen once share a row")
     if guess.statistics:
@@ -171,13 +166,6 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     if guess.csv:
         yield _commented(f"csv: {_flow(guess.csv)}", "how lines are cut; found, not told")
     yield _commented('licence: ""', "a note kept with the data set")
-
-
-def _left_out(guesses: list[Guess]) -> Iterator[str]:
-    if guesses:
-        yield "# left out:"
-    for g in guesses:
-        yield f"#   {_scalar(g.column)}: {g.reason}"
 
 
 def _flow(spec: dict[str, Any]) -> str:

@@ -232,14 +232,10 @@ class ColumnsSource:
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
-        if not isinstance(self._reader, TextReader):
-            there = self._reader.schema.names
-            for column in wanted:
-                if column not in there:
-                    path = self._reader.files[0].path
-                    raise ValueError(
-                        f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}"
-                    )
+        there = wanted if isinstance(self._reader, TextReader) else self._reader.schema.names
+        if unknown := [column for column in wanted if column not in there]:
+            path, name = self._reader.files[0].path, unknown[0]
+            raise ValueError(f"{path}: no column {name!r}{nearest(name, there)}; columns: {', '.join(there)}")
         return tuple(wanted)
 
     def _check_compared(self) -> None:

@@ -304,7 +304,10 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
     if role == "exclude":
         return Guess("", f.name, {}, "left out, as told")
     if role == "text":
-        return _text_ids(f)
+        if f.kind in ("list", "other") and f.num_missing < f.num_rows:
+            raise ValueError(f"text lists column {f.name!r}, which holds {f.stored} values; name it in lists")
+        spec = {"column": f.name, "type": "text"}
+        return Guess("categorical", f.name, spec, f"text, as told, {f.cardinality}{f.missing}")
     is_empty = f.num_missing == f.num_rows
     if role == "dense":
         if f.kind not in ("int", "float", "bool") and not is_empty:
@@ -399,17 +402,9 @@ def _categorical(f: ColumnFacts, why: str = "") -> Guess:
     spec: dict[str, Any] = {"column": f.name}
     if f.kind == "int" and f.stored == "string" and not f.num_odd:
         spec["type"] = "int"
-    return Guess(
-        "categorical", f.name, spec, f"{f'{why}; ' if why else f'{_kind_words(f)}, '}{f.cardinality}{f.missing}"
-    )
-
-
-def _text_ids(f: ColumnFacts) -> Guess:
-    if f.kind in ("list", "other") and f.num_missing < f.num_rows:
-        raise ValueError(f"text lists column {f.name!r}, which holds {f.stored} values; name it in lists")
-    return Guess(
-        "categorical", f.name, {"column": f.name, "type": "text"}, f"text, as told, {f.cardinality}{f.missing}"
-    )
+    words = {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}
+    begins = f"{why}; " if why else f"{words.get(f.kind, f'{f.stored} taken for ids')}, "
+    return Guess("categorical", f.name, spec, f"{begins}{f.cardinality}{f.missing}")
 
 
 def _list_feature(f: ColumnFacts) -> Guess:
@@ -421,8 +416,3 @@ def _list_feature(f: ColumnFacts) -> Guess:
     what = "lists" if f.separator is None else joined
     order = "its name speaks of order" if kind == "sequence" else "taken for a set"
     return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
-
-
-def _kind_words(f: ColumnFacts) -> str:
-    words = {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}
-    return words.get(f.kind, f"{f.stored} taken for ids")

@@ -61,7 +61,7 @@ def _kind_of_time(f: ColumnFacts) -> str:
     """Returns what kind of time a column holds; "" if rows cannot be split by it."""
     if f.kind == "time" and len(f.time_formats) < 2:
         return f"holds times ({f.stored})"
-    if _is_unix_time(f):
+    if holds_unix_times(f) and is_like(TIME_NAMES, f.name):
         return "unix times"
     return "dates as whole numbers, which rise with time" if _is_written_date(f) else ""
 
@@ -108,10 +108,6 @@ def _time_spec(f: ColumnFacts) -> dict[str, Any]:
             f"--time {quote(f.name)} --time-format {quote(f.time_formats[0])}, in Python time_format=..."
         )
     return {"column": f.name, **({"format": f.time_formats[0]} if f.time_formats else {})}
-
-
-def _is_unix_time(f: ColumnFacts) -> bool:
-    return holds_unix_times(f) and is_like(TIME_NAMES, f.name)
 
 
 def holds_unix_times(f: ColumnFacts) -> bool:

@@ -209,7 +209,7 @@ def _load(text: bytes, *, halves: bool) -> dict[str, Any]:
     try:
         line = text.decode()
         value = _DECODER.decode(line)
-        if not halves and _has_surrogates(text):
+        if not halves and (b"\\ud" in text or b"\\uD" in text):  # halves of surrogate pairs, which need not make one
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} of the line is not UTF-8") from None
@@ -223,11 +223,6 @@ def _load(text: bytes, *, halves: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, not {line[:20]!r}")
     return value
-
-
-def _has_surrogates(text: bytes) -> bool:
-    """Returns whether a line may hold halves of surrogate pairs, which need not make a pair."""
-    return b"\\ud" in text or b"\\uD" in text
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

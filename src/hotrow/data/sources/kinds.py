@@ -62,7 +62,9 @@ def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform:
     if not is_whole:
         return _of_decimals(tally, found)
     if len(tally.values) <= FEW_VALUES and not _is_count(tally, found):
-        return _of_few(tally, found)
+        shows = _smoothness(tally) >= TREND_OF_FEW or (found is not None and found.order >= TREND_OF_FEW)
+        why = f"few whole numbers{', in an order that shows' if shows else ''}"
+        return Kind(why, is_number=shows, ids="values")
     if found is None:
         return _by_shape(tally)
     if _is_count(tally, found):
@@ -88,29 +90,16 @@ def as_dense(tally: Tally, transform: str) -> Floats:
 def _of_decimals(tally: Tally, found: Evidence | None) -> Kind:
     if found is None:
         return Kind("decimal numbers", is_number=True)
-    if found.has_identity:
-        most = len(tally.values) if len(tally.values) <= VALUES_AS_BUCKETS else 2 * MAX_BUCKETS
-        return _in_buckets(tally, most, f"decimal numbers, {_why(found)}")
-    number = _number(tally, found)
+    few = len(tally.values) <= VALUES_AS_BUCKETS
+    most = (len(tally.values) if few else 2 * MAX_BUCKETS) if found.has_identity else None
+    number = _number(tally, found, most)
     return replace(number, reason=f"decimal numbers, {number.reason}")
 
 
-def _in_buckets(tally: Tally, most: int, reason: str) -> Kind:
-    edges = cuts(tally, most)
-    return Kind(reason, is_number=True, ids="buckets" if edges else "", buckets=edges)
-
-
-def _of_few(tally: Tally, found: Evidence | None) -> Kind:
-    is_number = _smoothness(tally) >= TREND_OF_FEW or (found is not None and found.order >= TREND_OF_FEW)
-    return Kind(
-        f"few whole numbers{', in an order that shows' if is_number else ''}", is_number=is_number, ids="values"
-    )
-
-
-def _number(tally: Tally, found: Evidence) -> Kind:
-    """Returns a number and its buckets, which interact with other columns as ids do."""
-    most = int(np.clip(tally.rows.sum() / ROWS_PER_BUCKET, MIN_BUCKETS, MAX_BUCKETS))
-    return _in_buckets(tally, most, _why(found))
+def _number(tally: Tally, found: Evidence, most: int | None = None) -> Kind:
+    """Returns a number and its buckets, at most about `most`, which interact with other columns as ids do."""
+    edges = cuts(tally, most or int(np.clip(tally.rows.sum() / ROWS_PER_BUCKET, MIN_BUCKETS, MAX_BUCKETS)))
+    return Kind(_why(found), is_number=True, ids="buckets" if edges else "", buckets=edges)
 
 
 def _why(found: Evidence) -> str:

@@ -36,6 +36,8 @@ SNIFF_BYTES = 1 << 16
 ESTIMATE_BYTES = 1 << 20
 CSV_BLOCK_BYTES = 4 << 20
 LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")
+WHOLE = r"0|(?=.{1,18}$)-?[1-9][0-9]*"
+"""An integer of 64 bits as a folder's name writes it."""
 FRAME_NAME = "<frame>"
 ROWS_AT_ONCE = 1 << 16
 
@@ -235,9 +237,8 @@ class ColumnarReader(TableReader):
                 if pa.types.is_null(want) or wider:  # null: no value so far, the next file decides
                     self.schema = self.schema.set(self.schema.get_field_index(name), schema.field(name))
                 elif not _same_meaning(got, want):
-                    raise ValueError(
-                        f"{path}: column {name!r} has type {got}, {self._first_with(name)} has {want}; rewrite one"
-                    )
+                    first = next(own.path for own in self.files if name not in self.lacking.get(own.path, ()))
+                    raise ValueError(f"{path}: column {name!r} has type {got}, {first} has {want}; rewrite one")
 
     def count_rows(self) -> tuple[int, bool]:
         """Returns the exact number of rows, from the files' footers."""
@@ -263,10 +264,6 @@ class ColumnarReader(TableReader):
                     end = row + start + len(part)
                     yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
                 row += len(batch)
-
-    def _first_with(self, name: str) -> str:
-        """The first file that has a column."""
-        return next(info.path for info in self.files if name not in self.lacking.get(info.path, ()))
 
     def _as_in_others(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Returns rows with integers as floats if another file has floats, and an integer is exact as one.
@@ -298,7 +295,8 @@ def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
             values.setdefault(name, [])
             if value is not None:
                 values[name].append(value)
-    return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
+    whole = {name: bool(own) and all(re.fullmatch(WHOLE, text) for text in own) for name, own in values.items()}
+    return {name: pa.int64() if is_whole else pa.string() for name, is_whole in whole.items()}
 
 
 def with_partition(
@@ -314,10 +312,6 @@ def with_partition(
         else:
             arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types.get(name, pa.string())), len(batch)))
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
-
-
-def _as_int(text: str) -> int | None:
-    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
 
 def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
@@ -467,8 +461,9 @@ class TextReader(TableReader):
         That thread drops the reader, with file and callback, after its last read. This may be later than the caller,
         who may have stopped early; if Python were shutting down by then, the process would abort.
         """
-        name = self._files[file_index].name
-        text = _CheckedText(name, stream, end=self._end_line(file_index))
+        name, (delimiter, _, names) = self._files[file_index].name, self._head(file_index)
+        # A line that no file has, with a wrong number of columns, so that Arrow reports it as a bad line.
+        text = _CheckedText(name, stream, end="\x04end of text\x04" + delimiter * int(len(names) == 1))
 
         def on_bad_line(row: Any, text: _CheckedText = text) -> str:
             return "skip" if text.ends_with(row.text) else places.collect(row)
@@ -492,11 +487,6 @@ class TextReader(TableReader):
         if not is_whole:
             line = self.line_of(file_index, places.num_records)
             raise ValueError(f"{name}:{line}: a quote opens here and is never closed; correct it")
-
-    def _end_line(self, file_index: int) -> str:
-        """Returns a line that no file has, with a wrong number of columns, so that Arrow reports it as a bad line."""
-        delimiter, _, names = self._head(file_index)
-        return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
         delimiter, header, names = self._head(file_index)
