@@ -203,8 +203,8 @@ def _covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: 
     ]
     bins = _bins_of_samples(dataset, tables, edges, seed)
     sizes = [own * t.record_bytes for t, own in zip(tables, edges, strict=True)]
-    beside = [int(np.searchsorted(own, n)) for own, n in zip(edges, popular, strict=True)]
-    cuts = most_covered(bins, sizes, budget_bytes, beside=beside)
+    by_count = [int(np.searchsorted(own, n)) for own, n in zip(edges, popular, strict=True)]
+    cuts = most_covered(bins, sizes, budget_bytes, by_count)
     rows = {t.name: t.first(int(own[cut])) for t, own, cut in zip(tables, edges, cuts, strict=True)}
     return rows, {"samples": bins.shape[1]}
 
@@ -235,22 +235,16 @@ def _bins_of_samples(
 
 
 def most_covered(
-    bins: NDArray[np.int16],
-    sizes: Sequence[NDArray[np.int64]],
-    budget_bytes: int,
-    *,
-    beside: Sequence[int] | None = None,
+    bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int, *others: Sequence[int]
 ) -> list[int]:
     """Returns for each table the index of a prefix, all within the budget, so that many samples are covered.
 
     bins: [tables, samples], the shortest prefix of each table that a sample needs. sizes: bytes of each table's
-    prefixes, rising. beside: another choice within the budget, which is the starting point if it ends up covering more.
+    prefixes, rising. others: choices within the budget, of which one is the starting point if it ends up covering more.
 
     This is a heuristic: a sample is a conjunction, which makes the best set hard to find.
     """
-    found = [_shrink(bins, sizes, budget_bytes)]
-    if beside is not None:
-        found.append(list(beside))
+    found = [_shrink(bins, sizes, budget_bytes), *map(list, others)]
     for cuts in found:
         _fill(bins, sizes, cuts, budget_bytes - _num_bytes(sizes, cuts))
     return max(found, key=lambda cuts: int((bins <= np.array(cuts)[:, None]).all(axis=0).sum()))

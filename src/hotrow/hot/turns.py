@@ -98,12 +98,7 @@ class HotCopies:
     """
 
     def __init__(
-        self,
-        emb: EmbeddingCollection,
-        optimizer: SparseOptimizer,
-        hot: HotSet,
-        *,
-        device: torch.device | str,
+        self, emb: EmbeddingCollection, optimizer: SparseOptimizer, hot: HotSet, *, device: torch.device | str
     ) -> None:
         self.emb, self.hot = emb, hot
         rows = [hot.rows[table.name] for table in emb.tables]

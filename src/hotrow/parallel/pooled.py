@@ -149,13 +149,10 @@ class Pooled:
             self._check_weights(sparse, sparse.weights, training=training)
         found: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(self._comm.size)]
         for feature in self.features:
-            words = _pack(sparse, feature.name, wide=self._wide(feature))
+            words = _pack(sparse, feature.name, wide=_is_wide(self._configs[feature.table]))
             for owner in self._shards[feature.table].owners:
                 found[owner].append(words)
         return [torch.cat(words) for words in found]
-
-    def _wide(self, feature: Feature) -> bool:
-        return _is_wide(self._configs[feature.table])
 
     def _check_weights(self, sparse: KeyedJaggedTensor, weights: Tensor, *, training: bool) -> None:
         if weights.requires_grad and torch.is_grad_enabled():
@@ -181,7 +178,8 @@ class Pooled:
         rest, names, bags = list(words), defaultdict[int, list[str]](list), {}
         for feature in self.features:
             if self._comm.rank in self._shards[feature.table].owners:
-                each = [_unpack(own, n, wide=self._wide(feature)) for own, n in zip(rest, strides, strict=True)]
+                wide = _is_wide(self._configs[feature.table])
+                each = [_unpack(own, n, wide=wide) for own, n in zip(rest, strides, strict=True)]
                 rest = [own[length:] for own, (_, length) in zip(rest, each, strict=True)]
                 bags[feature.name] = _joined([own for own, _ in each])
                 names[feature.table].append(feature.name)

@@ -29,15 +29,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.on_device import triton_ops
 from hotrow.kernels.types import Layout, Rule
-from hotrow.placement.base import (
-    NO_LEASE,
-    Attached,
-    Lease,
-    Placement,
-    RowIds,
-    Rows,
-    Use,
-)
+from hotrow.placement.base import NO_LEASE, Attached, Lease, Placement, RowIds, Rows, Use
 from hotrow.placement.budget import free_bytes
 from hotrow.placement.dram import RowsInMemory
 from hotrow.placement.slots import SOME_FROZEN, spans_of

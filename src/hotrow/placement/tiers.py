@@ -42,13 +42,7 @@ from hotrow.placement.base import (
     TableState,
     Use,
 )
-from hotrow.placement.budget import (
-    Memory,
-    TableDemand,
-    TableSlots,
-    check_plan,
-    plan_slots,
-)
+from hotrow.placement.budget import Memory, TableDemand, TableSlots, check_plan, plan_slots
 from hotrow.placement.dram import RowsInMemory, allocate_weights
 from hotrow.placement.slots import Announced, Held, bad_id, spans_of
 from hotrow.placement.store_file import BLOCKS, SUFFIX, OwnFolder, TableRows, no_disk

@@ -47,11 +47,7 @@ def percent(value: float | None) -> Cell:
 
 
 def curves_chart(
-    curves: Mapping[str, Sequence[Point]],
-    *,
-    y_label: str,
-    label: str,
-    dashed: Collection[str] = (),
+    curves: Mapping[str, Sequence[Point]], *, y_label: str, label: str, dashed: Collection[str] = ()
 ) -> Chart:
     """Draws curves over steps, thinned if they are long; the caption says so. dashed: curves that lie on top."""
     thinned = {name: thin(curve) for name, curve in curves.items() if curve}

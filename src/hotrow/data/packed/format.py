@@ -284,11 +284,7 @@ class DatasetInfo:
 MANIFEST_CURE = "restore the file or prepare the data again"
 
 
-_DOCUMENT = Document(
-    DatasetInfo,
-    marks={"format": FORMAT, "version": VERSION},
-    cure=MANIFEST_CURE,
-)
+_DOCUMENT = Document(DatasetInfo, marks={"format": FORMAT, "version": VERSION}, cure=MANIFEST_CURE)
 
 
 def _check_unique(what: str, names: tuple[str, ...] | list[str]) -> None:

@@ -181,7 +181,7 @@ class Loader:
                 if number not in streams:
                     streams[number] = _Stream(self, epoch, number)
                 pieces += streams[number].rows(first, stop)
-            columns = _joined(pieces) if pieces else self._no_rows()
+            columns = _joined(pieces) if pieces else [slice_ids(own, 0, 0) for own in self.split.block(0).columns]
             yield _assemble(columns, self.split.info, None if self.part is None else self._rows_of_batch(k))
 
     def spans(self, k: int) -> Iterator[tuple[int, int, int]]:
@@ -205,11 +205,6 @@ class Loader:
     def num_windows(self) -> int:
         """Windows per epoch, over all streams."""
         return sum(-(-(b - a) // self.window_rows) for a, b in pairwise(self.stream_starts))
-
-    def _no_rows(self) -> list[Ids]:
-        """Returns the columns without rows, of the types that they have."""
-        block = self.split.block(0)
-        return [slice_ids(column, 0, 0) for column in block.columns]
 
     def _rows_of_batch(self, k: int) -> int:
         return min(self.batch_size, self.num_rows - k * self.batch_size)

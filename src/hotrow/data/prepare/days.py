@@ -119,11 +119,10 @@ class Base:
         Raises ValueError naming the file of the base that was cut or altered.
         """
         base, rare = self._known(table, day.vocabulary, work)
-        uses = (
-            None
-            if spec.expire is None
-            else self._uses(table, base, rare)._replace(today=self.day.number, unused_days=spec.expire.unused_days)
-        )
+        uses = None
+        if spec.expire is not None:
+            unused_days = spec.expire.unused_days
+            uses = self._uses(table, base, rare)._replace(today=self.day.number, unused_days=unused_days)
         extension = Extension(base, rare, day, min_count=spec.min_count, tmp_dir=work, uses=uses)
         own = Table(table, 1)
         names = own.vocabulary_file, own.counts_file, *own.rare_files

@@ -54,12 +54,7 @@ class InitResult:
 
 @with_read_options
 def run_init(
-    paths: Any,
-    *,
-    read: ReadOptions,
-    data: str | None = None,
-    model: str | None = None,
-    out: Path | str | None = None,
+    paths: Any, *, read: ReadOptions, data: str | None = None, model: str | None = None, out: Path | str | None = None
 ) -> InitResult:
     """Looks at `paths` (logs, or the folder of a packed dataset) and says how to train on them.
 

@@ -69,13 +69,7 @@ from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.inputs import prefetch
 from hotrow.data.sources.registry import OpenedSource, check_split
 from hotrow.data.sources.schema import SPLITS
-from hotrow.data.sources.split import (
-    RandomPlan,
-    SplitPlan,
-    TimeHistogram,
-    plan_to_json,
-    reference_plan,
-)
+from hotrow.data.sources.split import RandomPlan, SplitPlan, TimeHistogram, plan_to_json, reference_plan
 from hotrow.data.transforms import Transform
 
 ROWS_PER_CHUNK = 65_536
@@ -524,6 +518,8 @@ class Stages:
             )
         dense = zip(schema.dense_inputs, transforms, strict=True)
         files = zip(self.info.files, checksums, strict=True)
+        base = self._base
+        day = {} if base is None else {"day": asdict(replace(base.day, last_time_s=found.last_time_s))}
         return DatasetInfo(
             name=self._source.name,
             labels=tuple(Label(spec.title, spec.kind) for spec in schema.labels),
@@ -538,11 +534,7 @@ class Stages:
                 "split": plan_to_json(plan),
                 "rows": self._options.rows,
                 "sample": self._options.sample,
-                **(
-                    {}
-                    if self._base is None
-                    else {"day": asdict(replace(self._base.day, last_time_s=found.last_time_s))}
-                ),
+                **day,
             },
             sources=tuple(SourceFile(f.path, f.num_bytes, checksum) for f, checksum in files),
             licence=schema.licence,

@@ -571,12 +571,7 @@ def _merged(rows: Rows, check_stop: Callable[[], None]) -> Ingested:
 
 def _by_time(table: pa.Table) -> pa.Table:
     """The rows in stable sorted order."""
-    times = _times(table)
+    times: NDArray[np.int64] = table["time"].to_numpy()
     if (times[1:] >= times[:-1]).all():
         return table
     return table.combine_chunks().take(pa.array(np.argsort(times, kind="stable")))
-
-
-def _times(table: pa.Table) -> NDArray[np.int64]:
-    times: NDArray[np.int64] = table["time"].to_numpy()
-    return times

@@ -163,14 +163,7 @@ class CounterPool:
             if len(counts.runs) >= MAX_RUNS:
                 self._merge(counts)
 
-    def build(
-        self,
-        table: str,
-        vocab_path: Path,
-        counts_path: Path,
-        *,
-        min_count: int = 1,
-    ) -> TableSummary:
+    def build(self, table: str, vocab_path: Path, counts_path: Path, *, min_count: int = 1) -> TableSummary:
         """Writes the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
 
         Uses its share of the memory that the other tables' counters leave. Counting may continue afterwards.

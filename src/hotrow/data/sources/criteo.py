@@ -27,17 +27,7 @@ from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
 from hotrow.data.cells import MISSING, UnreadableError, integer_of, number_of
-from hotrow.data.chunk import (
-    SKIP_CURE,
-    Chunk,
-    KeyKind,
-    Keys,
-    Position,
-    RowError,
-    SkippedRows,
-    SourceInfo,
-    file_starts,
-)
+from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo, file_starts
 from hotrow.data.native import Fault, ParseResult, RowColumns, RowLayout, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
 from hotrow.data.sources.tabular import estimate_lines
@@ -108,12 +98,7 @@ class CriteoSource:
         return SourceInfo(sum(rows), num_rows_exact=False, files=tuple(file.info for file in self.files))
 
     def chunks(
-        self,
-        start: Position | None = None,
-        *,
-        stop: int | None = None,
-        rows_per_chunk: int = 65536,
-        depth: int = 1,
+        self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65536, depth: int = 1
     ) -> Generator[Chunk, None, None]:
         """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file, before the file `stop`.
 

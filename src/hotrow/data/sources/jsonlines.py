@@ -22,14 +22,7 @@ import pyarrow.compute as pc
 from hotrow.data.cells import Column, as_texts, json_text, lists
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.inputs import InputFile
-from hotrow.data.sources.tabular import (
-    CSV_BLOCK_BYTES,
-    ESTIMATE_BYTES,
-    Rows,
-    naming,
-    partition_types,
-    with_partition,
-)
+from hotrow.data.sources.tabular import CSV_BLOCK_BYTES, ESTIMATE_BYTES, Rows, naming, partition_types, with_partition
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 READ_BYTES = 1 << 20

@@ -29,12 +29,9 @@ from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import Schema, SplitSpec, parse_schema
 from hotrow.data.sources.tabular import columnar_format
 
-SOURCE_NAMES = (
-    *("criteo", "avazu", "taobao"),
-    *("csv", "parquet", "feather", "orc", "jsonl", "frame", "auto"),
-)
 OF_ANY_COLUMNS = ("csv", "parquet", "feather", "orc", "jsonl", "frame")
 """Sources that a schema describes."""
+SOURCE_NAMES = ("criteo", "avazu", "taobao", *OF_ANY_COLUMNS, "auto")
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
 CRITEO_SCHEMA = parse_schema(
@@ -182,35 +179,25 @@ def open_source(
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
         if name not in OF_ANY_COLUMNS:
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
-    more = [field for field in ("transforms", "weight") if schema is not None and getattr(schema, field)]
-    if more and name == "criteo" and is_paths(data):
-        field = more[0]
-        raise ValueError(f"{field}: source criteo reads its columns alone; name the source csv with this schema")
+    options: dict[str, Any] = {"values": values, "skip_bad_rows": read.skip_bad_rows}
     if name == "criteo" and is_paths(data):
-        paths = [data] if isinstance(data, str | Path) else list(data)
+        for field in ("transforms", "weight"):
+            if schema is not None and getattr(schema, field):
+                cure = "name the source csv with this schema"
+                raise ValueError(f"{field}: source criteo reads its columns alone; {cure}")
         if keep:
             raise ValueError(f"column {keep[0]!r} to keep is not there: Criteo's text has no names of columns")
-        criteo = CriteoSource(
-            paths,
-            labels="ignored" if labels == "ignored" else "required",
-            values=values,
-            skip_bad_rows=read.skip_bad_rows,
-        )
+        paths = [data] if isinstance(data, str | Path) else list(data)
+        criteo = CriteoSource(paths, labels="ignored" if labels == "ignored" else "required", **options)
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
-    notes: tuple[str, ...] = tuple(filter(None, [left_out(data)]))
-    warnings: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    reasons: dict[str, str] = {}
-    options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
-    options |= {} if values == "strict" else {"values": values}
-    reader = None
-    schema = schema or OWN_SCHEMAS.get(name)
+    notes, guess, schema = tuple(filter(None, [left_out(data)])), None, schema or OWN_SCHEMAS.get(name)
     if schema is None:
         guess = guess_columns(data, split=split, rows=rows, **vars(read))
-        schema, warnings, choices, reader = guess.schema(), guess.warnings, guess.notes, guess.reader
-        reasons = {each.column: each.reason for each in guess.of("")}
-        notes = (*notes, guess.summary())
-    source = ColumnsSource(data, schema, name=name, reader=reader, keep=keep, **options)
+        schema, notes = guess.schema(), (*notes, guess.summary())
+    options |= {"labels": labels, "encodings": encodings, "reader": guess and guess.reader}
+    source = ColumnsSource(data, schema, name=name, keep=keep, **options)
+    warnings, choices = (guess.warnings, guess.notes) if guess else ((), ())
+    reasons = {each.column: each.reason for each in guess.of("")} if guess else {}
     used = {*source.schema.column_names}
     unused = [column for column in source.column_names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
@@ -231,10 +218,7 @@ def recognise(data: Any) -> str | None:
     if columnar_format(file) is not None:
         return None
     line = file.first_line()
-    for name, looks_like in LAYOUTS.items():
-        if looks_like(line):
-            return name
-    return None
+    return next((name for name, looks_like in LAYOUTS.items() if looks_like(line)), None)
 
 
 def check_split(opened: OpenedSource) -> None:

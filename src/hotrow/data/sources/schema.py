@@ -151,16 +151,10 @@ class CategoricalSpec(_Column):
     value. If None, the values are the ids."""
 
     @model_validator(mode="after")
-    def _separator_needs_list(self) -> CategoricalSpec:
+    def _options_fit(self) -> CategoricalSpec:
         if self.separator is not None and self.kind == "one_hot":
             raise ValueError("'separator' is for kind multi_hot or sequence; this feature is one_hot")
-        return self
-
-    @model_validator(mode="after")
-    def _buckets_of_numbers(self) -> CategoricalSpec:
-        if self.buckets is None:
-            return self
-        if self.kind != "one_hot" or self.type is not None:
+        if self.buckets is not None and (self.kind != "one_hot" or self.type is not None):
             raise ValueError("'buckets' cut single numbers; leave out 'type' and 'kind', or 'buckets'")
         self.cut()
         return self
