@@ -332,8 +332,8 @@ def expiring(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         pairs = [(first + k * k % 499 % (200 - 30 * day), item) for k, item in enumerate(items)]
         rows = "".join(f"{(user + item) % 2},{user},i{item}\n" for user, item in pairs)
         (folder / f"{day}.csv").write_text("click,user,item\n" + rows)
-        first = {"base": "none", "schema": folder / "schema.yaml", "fractions": [1, 0, 0]}
-        base = {"base": found[-1]} if found else first
+        begun = {"base": "none", "schema": folder / "schema.yaml", "fractions": [1, 0, 0]}
+        base = {"base": found[-1]} if found else begun
         found.append(run_prepare("csv", folder / f"{day}.csv", folder / f"data-{day}", split="random", **base).path)
     return found
 

@@ -236,8 +236,8 @@ def make_unlike_tables(seed: int) -> Case:
             values.append(torch.randint(0, num_rows, (int(lengths[-1].sum()),), generator=g))
     layout, order = Layout.of(configs), torch.randperm(len(names), generator=g).tolist()
     ids = torch.cat([values[i] for i in order])
-    own, weights = torch.cat([lengths[i] for i in order]), torch.randn(ids.numel(), generator=g)
-    batch = KeyedJaggedTensor([names[i] for i in order], ids, weights, lengths=own)
+    own, scales = torch.cat([lengths[i] for i in order]), torch.randn(ids.numel(), generator=g)
+    batch = KeyedJaggedTensor([names[i] for i in order], ids, scales, lengths=own)
     return Case(layout, weights, low, [batch], [torch.randn(29, layout.width, generator=g)])
 
 
