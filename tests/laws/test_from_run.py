@@ -26,6 +26,7 @@ from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
 from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints, verify
@@ -593,6 +594,17 @@ def test_other_columns_and_fewer_rows_are_refused(
         dataset = make_dataset(tmp_path / name, **{"table_rows": TABLE_ROWS, **shape})
         with pytest.raises(ValueError, match=error):
             runs.train(config(dataset.path, tmp_path / "run", f"from_run={trained()}"))
+
+
+def test_other_buckets_of_the_same_ids_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("click,price\n" + "0,0.5\n1,1.5\n0,4\n1,9\n" * 40)
+    for name, edges in (("first", [1, 2, 5]), ("other", [1, 3, 5])):
+        prices = {"dense": ["price"], "categorical": [{"column": "price", "buckets": edges}]}
+        schema = parse_schema({"label": "click", "split": {"kind": "random"}, **prices}, where="test")
+        run_prepare("csv", str(tmp_path / "rows.csv"), tmp_path / name, schema=schema)
+    start = f"from_run={runs.train(config(tmp_path / 'first', tmp_path / 'parent')).path}"
+    with pytest.raises(ValueError, match="they differ in price: prepare it by that run's schema"):
+        runs.train(config(tmp_path / "other", tmp_path / "run", start))
 
 
 def test_a_day_fits_its_base_and_other_ids_do_not(tmp_path: Path) -> None:

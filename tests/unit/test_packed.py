@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import struct
 import zlib
 from dataclasses import replace
@@ -392,3 +393,21 @@ def test_labels_of_another_number_are_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"label has shape \(20, 1\); it must be \[20, 2\]"),
     ):
         writer.append("train", rows.label, rows.dense, rows.sparse)
+
+
+def test_edges_are_boundaries_as_numbers_at_them_are_stored() -> None:
+    """Those that the transform makes equal, or that no float32 tells apart or holds, are one; of many every second."""
+    columns = {
+        "log1p_clip0": ([-5, -1, 0, 1, 7], [0, math.log(2), math.log(8)]),
+        "standardize(mean=10.0, std=4.0)": ([2, 10, 12], [-2, 0, 0.5]),
+        "identity": ([1, 1 + 1e-9, 2, 3e38, 1e39], [1, 2, 3e38]),
+        "clip(low=0.0)": ([0, 1e-45, 1], [0, 1]),
+        "standardize": (list(range(50)), list(range(0, 50, 3))),
+        "none": (None, []),
+    }
+    dense = tuple(DenseColumn(f"d{i}", transform) for i, transform in enumerate(columns))
+    buckets = [{"column": f"d{i}", "buckets": raw} for i, (raw, _) in enumerate(columns.values())]
+    info = replace(make_info(), dense=dense, ids={"schema": {"categorical": [{"column": "user"}, *buckets]}})
+    for found, (_, edges) in zip(info.edges, columns.values(), strict=True):
+        assert found == [float(np.float32(edge)) for edge in edges]
+    assert replace(info, ids={}).edges == [[]] * len(columns)
