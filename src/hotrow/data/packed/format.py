@@ -37,7 +37,7 @@ ROWS_PER_BLOCK = 65_536
 """One block is one Arrow record batch: the unit of checksums and of shuffling."""
 MAX_ROWS_PER_BLOCK = 1 << 24
 MAX_EDGES = 20
-"""Edges of a column, of more every second or third: 37 gave a validation LogLoss of 0.174, 19 one of 0.170 (`bank`)."""
+"""Edges of a column; of more, every second. With all of them bank.csv had a validation LogLoss of 0.174, not 0.170."""
 RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "rare"})
 
 STATISTICS = "statistics/counts.safetensors"
