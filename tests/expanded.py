@@ -22,14 +22,10 @@ def expanded(path: Path) -> dict[str, bytes]:
             found |= {f"{file}:{name}": tensor for file in files for name, tensor in load_file(path / file).items()}
         for number, (table, chain) in enumerate((rest["chains"] or {}).items()):
             for name, tensor in _table(path / part / table, chain).items():
-                whole = (
-                    f"{part}/{table}.safetensors:weight" if name == "weight" else f"{part}.safetensors:{number}.{name}"
-                )
-                found[whole] = tensor
-    return {
-        name: tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-        for name, tensor in sorted(found.items())
-    }
+                at = f"{part}/{table}.safetensors:" if name == "weight" else f"{part}.safetensors:{number}."
+                found[at + name] = tensor
+    flat = ((name, tensor.reshape(-1).contiguous().view(torch.uint8)) for name, tensor in sorted(found.items()))
+    return {name: own.numpy().tobytes() for name, own in flat}
 
 
 def _table(folder: Path, chain: dict[str, Any]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,14 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     with start_forked(program, *arguments, env=env) as child:
         return child.finish(timeout_s)
+
+
+def run_python(*words: object, env: Mapping[str, str] | None = None, **options: Any) -> str:
+    """Returns what a new interpreter prints, which must end well; env: variables besides those of this process."""
+    environ, line = {**os.environ, **(env or {})}, [sys.executable, *map(str, words)]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False, **{"timeout": 120, **options})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run_as_another(script: str, *arguments: object) -> str:

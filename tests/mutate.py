@@ -973,9 +973,8 @@ def fit_case(rng: random.Random, world: World) -> Case:
     kind = rng.choice(["option", "option", "data", "frame", "tree"])
     if kind == "option":
         name = rng.choice(FIT_OPTIONS)
-        value = rng.choice(
-            (*NASTY, object(), {"kind": "random"}, {"kind": 5}, {"fractions": [1]}, ["click"], ["nobody"])
-        )
+        odd = ({"kind": "random"}, {"kind": 5}, {"fractions": [1]}, ["click"], ["nobody"])
+        value = rng.choice((*NASTY, object(), *odd))
         if name == "schema":
             options.pop("label")
         options[name] = value

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
@@ -21,6 +24,17 @@ OF_TOY_ROWS = {
     *(f"few_{word}_{split}_rows" for word in ("positive", "negative") for split in ("val", "test")),
 }
 """Warnings that runs on toy rows may have, because there are few of them and their labels are mostly random."""
+
+
+def planted(*, opened: bool = False, **options: Any) -> Any:
+    """A fixture: the folder of a dataset by `make_dataset` of conftest.py, made once a module; opened: the dataset."""
+
+    @pytest.fixture(scope="module")
+    def made(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Any:
+        dataset = make_dataset(tmp_path_factory.mktemp("planted") / "data", **options)
+        return dataset if opened else dataset.path
+
+    return made
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Processes that are ranks, for tests: made once for a file, joined by gloo, given functions to run.
 
-    with RankPool(4) as pool:
+    with RankPool(4) as pool:                          # or pool = rank_pool(4), a fixture
         results = pool.run(function, argument, num_ranks=3, micro_batches=5)  # function(comm, argument) on three
 
 A rank that raises sends the text, and the test fails with it; one that hangs ends the test after `timeout_s`. One that
@@ -12,10 +12,9 @@ from __future__ import annotations
 import faulthandler
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -68,14 +67,23 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
         self._folder.cleanup()
+
+
+def rank_pool(num_ranks: int) -> Any:
+    """A fixture: a pool for the tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def pool() -> Iterator[RankPool]:
+        with RankPool(num_ranks) as ranks:
+            yield ranks
+
+    return pool
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, meeting: str) -> None:

@@ -1,10 +1,12 @@
 """What tests of stores share: a table of one part, and rows that all hold one value."""
 
+import re
+
 import numpy as np
 import pytest
 
 from hotrow.kernels import ops
-from hotrow.placement.stores import Kind, Store, TableRows, io_uring_refused
+from hotrow.placement.stores import Kind, Store, StoreError, TableRows, io_uring_refused
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 needs_io_uring = pytest.mark.skipif(bool(io_uring_refused()), reason=f"io_uring is refused here: {io_uring_refused()}")
@@ -58,3 +60,16 @@ def read_rows(store: Store, rows: list[int]) -> np.ndarray:
     out = np.zeros((len(rows), store.rows.record_bytes), np.uint8)
     store.read(rows, np.arange(len(rows)), [out])
     return out
+
+
+def fails_for_ever(store: Store, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreError, match=message):
+            store.flush()
+        with pytest.raises(StoreError, match=message):
+            read_rows(store, [1])
+        with pytest.raises(StoreError, match=message):
+            write_rows(store, [1])
+    assert re.search(message, store.failure() or "")
+    with pytest.raises(StoreError, match=message):
+        store.close()

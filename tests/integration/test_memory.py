@@ -25,6 +25,7 @@ from hotrow.run import parts as loop_parts
 from hotrow.run import runs, said, storage
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
+from packed_data import planted
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 
@@ -36,11 +37,7 @@ BASE: dict[str, Any] = {
 }
 DRAM = 75_000
 """Bytes: of 2,020 rows of 64 and a little more, about half."""
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    return make_dataset(tmp_path_factory.mktemp("memory") / "data", table_rows=(600, 20, 1400))
+dataset = planted(opened=True, table_rows=(600, 20, 1400))
 
 
 def config(dataset: PackedDataset, run: Path, *changes: str, **memory: Any) -> Config:
@@ -180,9 +177,7 @@ def test_a_disk_that_becomes_full(
 
     with monkeypatch.context() as patch:
         at_step(patch, 8, fill)
-        message = (
-            r"writing row.* of table 't[02]' in .*\.rows: No space left on device.*free some space.*step 7 is whole"
-        )
+        message = r"writing row.* of table 't[02]' in .*\.rows: No space left on device.*free some.*step 7 is whole"
         with pytest.raises(StoreError, match=message):
             runs.train(config(dataset, run, dram=90_000, file=str(folder)), quiet=True)
     assert newest(run)[0] == 7

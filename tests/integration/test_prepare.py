@@ -287,11 +287,8 @@ def test_other_published_layouts(tmp_path: Path, source: str) -> None:
 
 def test_real_criteo_rows(real_data: Any, tmp_path: Path) -> None:
     dataset = run_prepare("criteo", real_data("criteo_terabyte_80k.tsv.gz"), tmp_path / "out", memory=MEMORY)
-    assert {name: dataset.split(name).num_rows for name in dataset.splits} == {
-        "train": 68572,
-        "test": 5714,
-        "val": 5714,
-    }
+    found = {name: dataset.split(name).num_rows for name in dataset.splits}
+    assert found == {"train": 68572, "test": 5714, "val": 5714}
     labels = sum(rows_of(dataset, name)["label"].count(1.0) for name in dataset.splits)
     assert labels / 80_000 == pytest.approx(0.03216, abs=1e-5)
 
@@ -538,9 +535,8 @@ def test_fit_reads_text_once(tmp_path: Path, bytes_read: Callable[[], int]) -> N
     text = ("click,ts,user,price\n" + "\n".join(lines) + "\n").encode()
     (tmp_path / "clicks.csv").write_bytes(text)
     small = {"train.epochs": 1, "train.batch_size": 8192}
-    run = hotrow.fit(
-        tmp_path / "clicks.csv", label="click", time="ts", run=tmp_path / "run", quiet=True, choice=False, **small
-    )
+    told = {"label": "click", "time": "ts", "run": tmp_path / "run", "quiet": True}
+    run = hotrow.fit(tmp_path / "clicks.csv", choice=False, **told, **small)
     assert (tmp_path / "run" / "selection").is_dir()
     assert bytes_read() <= 1.3 * len(text)
     before = bytes_read()

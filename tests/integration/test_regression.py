@@ -44,9 +44,8 @@ def ratings(num_rows: int, seed: int = 0) -> pa.Table:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
     folder = tmp_path_factory.mktemp("regression")
-    return hotrow.fit(
-        ratings(3000), label="score", objective="squared_error", run=folder / "run", quiet=True, **OPTIONS
-    )
+    told = {"label": "score", "objective": "squared_error", "run": folder / "run", "quiet": True}
+    return hotrow.fit(ratings(3000), **told, **OPTIONS)
 
 
 def test_it_learns_and_says_how_well(run: hotrow.Run) -> None:

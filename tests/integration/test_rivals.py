@@ -98,9 +98,7 @@ def test_validation_rows_choose_and_rows_of_the_run_train(run: hotrow.Run, monke
 
 
 @pytest.mark.parametrize("knows", [3.0, 0.6, -1.0])
-def test_the_error_is_that_of_the_paired_differences(
-    run: hotrow.Run, monkeypatch: pytest.MonkeyPatch, knows: float
-) -> None:
+def test_the_error_is_that_of_paired_ones(run: hotrow.Run, monkeypatch: pytest.MonkeyPatch, knows: float) -> None:
     of_fakes(monkeypatch, one=(knows, knows))
     judged, found = compared(run)
     outputs, label, _ = judged.rows()
@@ -130,9 +128,7 @@ def test_what_is_absent_or_left_out_is_said(run: hotrow.Run, monkeypatch: pytest
     assert calls == [("one", 100, 100, None), ("one", 100, 100, 7)]
 
 
-def test_a_packed_dataset_without_validation_rows(
-    run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_without_validation_rows(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = of_fakes(monkeypatch, one=(1.0, 1.0))
     again = hotrow.fit(run.path / "data", run=tmp_path / "run", quiet=True, rivals=True, **OPTIONS)
     assert again.record.rivals is not None and "fake" in again.record.rivals.rivals

@@ -102,9 +102,7 @@ def test_runs_that_are_judged_by_group_are_compared_by_group_too(work: Path, tmp
         compare(a, other)
 
 
-def test_a_run_is_removed_after_a_question(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_a_run_is_removed_if_asked(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     run = train(work / "data", tmp_path / "run", max_steps=2)
     monkeypatch.setattr("typer.confirm", lambda *_, **__: (_ for _ in ()).throw(cli.typer.Abort))
     command("runs", "--remove", run.path, code=1)
@@ -147,9 +145,7 @@ def test_train_with_seeds(work: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--seeds" in command("train", "--resume", "runs/data-dlrm-001", "--seeds", "2", code=2)
 
 
-def test_seeds_start_from_another_run(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_seeds_start_from_a_run(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     first = train(work / "data", tmp_path / "first", max_steps=1)
     line = ["train", "--from", "first", "--set", "run=seeds", "--set", "train.max_steps=1"]

@@ -124,9 +124,7 @@ def test_a_packed_dataset_is_not_read_as_raw_rows(run: hotrow.Run) -> None:
 
 
 @unfit
-def test_rows_that_do_not_fit_are_named_in_python(
-    run: hotrow.Run, change: Change, column: str, kind: str, code: str
-) -> None:
+def test_odd_rows_are_named_in_python(run: hotrow.Run, change: Change, column: str, kind: str, code: str) -> None:
     data = rows(600, seed=1)
     change(data)
     for score in (run.predict, run.evaluate_rows):
@@ -234,12 +232,8 @@ def test_an_odd_id_uses_the_row_in_scoring_that_it_used_in_training(tmp_path: Pa
     data = {**rows(), "user": [str(user) for user in rows()["user"]]}
     data["user"][::700] = ["guest", " 7", "012", "", "12.5"]
     pyarrow.csv.write_csv(pa.table(data), tmp_path / "x.csv")
-    schema = {
-        **SCHEMA,
-        "categorical": [{"column": "user", "type": "int"}],
-        "split": {"kind": "random"},
-        "odd_share": 0.01,
-    }
+    user = {"column": "user", "type": "int"}
+    schema = {**SCHEMA, "categorical": [user], "split": {"kind": "random"}, "odd_share": 0.01}
     dataset = run_prepare("csv", tmp_path / "x.csv", tmp_path / "out", schema=parse_schema(schema, where="test"))
     assert dataset.info.summary["odd"]["user"]["cells"] == 2  # type: ignore[call-overload, index]
     packed = [row for split in dataset.splits for row in rows_of(dataset, split)["user"]]

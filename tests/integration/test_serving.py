@@ -55,14 +55,8 @@ def rows(num_rows: int) -> dict[str, list[Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export of a run's first checkpoint, and in deltas/ what came after it."""
     path = tmp_path_factory.mktemp("serving")
-    run = hotrow.fit(
-        pa.table(rows(1500)),
-        schema=SCHEMA,
-        run=path / "run",
-        quiet=True,
-        config={"checkpoint": {"every": 10}},
-        **OPTIONS,
-    )
+    told = {"schema": SCHEMA, "run": path / "run", "quiet": True, "config": {"checkpoint": {"every": 10}}}
+    run = hotrow.fit(pa.table(rows(1500)), **told, **OPTIONS)
     first, *_, last = sorted(int(each.name.removeprefix("step-")) for each in run.checkpoint.parent.iterdir())
     run.export(path / "out", step=first)
     (path / "deltas").mkdir()
@@ -163,9 +157,7 @@ def test_idle_connections_keep_nobody_out(served: tuple[Client, hotrow.Scorer]) 
         assert ask("POST", "/score", {"user": USER, "items": ITEMS})[0] == 200
 
 
-def test_half_sent_requests_are_limited_and_end(
-    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_sent_requests_end(served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch) -> None:
     ask, _ = served
     half = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
     with ExitStack() as stack:
@@ -236,9 +228,7 @@ def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer]
     assert halves == nothing and halves[0] == 200
 
 
-def test_a_score_that_is_no_number_is_an_error(
-    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_of_no_number_fails(served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch) -> None:
     ask, scorer = served
     found = scorer.answer([USER, USER])
     odd = found._replace(scores=np.array([0.5, np.nan], np.float32))

@@ -143,9 +143,7 @@ def test_each_label_is_learned_and_judged(run: hotrow.Run, tmp_path: Path) -> No
         loss = sklearn.metrics.log_loss(truths[k], scores[:, k].astype(np.float64))
         assert found[f"{prefix}logloss"] == pytest.approx(loss, rel=1e-4)
     crossed = sklearn.metrics.roc_auc_score(truths[0], scores[:, 1])
-    assert crossed < sklearn.metrics.roc_auc_score(truths[0], scores[:, 0]) - 0.02, (
-        "the other score is of another label"
-    )
+    assert crossed < sklearn.metrics.roc_auc_score(truths[0], scores[:, 0]) - 0.02, "it is of another label"
     assert found["loss"] == pytest.approx((found["logloss"] + found["ordered.logloss"]) / 2)
     assert run.predict({"user": [], "item": []}).shape == (0, 2)
 
@@ -193,9 +191,8 @@ def test_a_resumed_run_ends_with_the_same_bits(run: hotrow.Run, tmp_path: Path, 
 
     whole, parts = trained("whole", 40), trained("parts", 23)
     runs.resume(parts, ["train.max_steps=40"], quiet=True)
-    ends = [
-        [line for line in hotrow.load(path).folder.measurements() if line["kind"] == "eval"] for path in (whole, parts)
-    ]
+    lines = (hotrow.load(path).folder.measurements() for path in (whole, parts))
+    ends = [[line for line in own if line["kind"] == "eval"] for own in lines]
     assert ends[0][-1] | {"time": 0} == ends[1][-1] | {"time": 0}
 
 

@@ -150,7 +150,7 @@ def test_what_was_prepared(dataset: PackedDataset, real_data: Callable[[str], Pa
         assert float(label.mean()) == 0.5
 
 
-@pytest.mark.parametrize("seeds", [(1,), pytest.param((3, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [(3,), pytest.param((1, 3, 4), marks=pytest.mark.slow)])
 def test_quality_against_plain_torch_from_the_same_start(
     dataset: PackedDataset, tmp_path: Path, seeds: tuple[int, ...]
 ) -> None:
@@ -182,9 +182,7 @@ def data(real_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return prepare(real_data("taobao_userbehavior_110k.csv.gz"), tmp_path_factory.mktemp("din") / "data")
 
 
-def test_the_recipe_learns_from_histories(
-    data: PackedDataset, real_data: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_recipe_learns_histories(data: PackedDataset, real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """An export scores what the run scores, and a history that changes another score."""
     changes = [f"data={data.path}", f"run={tmp_path / 'run'}", "train.threads=1", "train.eval_every=null"]
     run = hotrow.load(runs.train(load_config(RECIPE, changes), quiet=True).path)
@@ -209,9 +207,7 @@ def test_the_recipe_learns_from_histories(
     run.close()
 
 
-def test_data_without_histories_is_refused_before_there_is_a_run(
-    make_dataset: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_data_without_histories_is_refused_before_a_run(make_dataset: Callable[..., Any], tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data")
     changes = ["model.name=din", f"data={dataset.path}", f"run={tmp_path / 'run'}"]
     (tmp_path / "recipe.yaml").write_text(f"data: {dataset.path}\n")

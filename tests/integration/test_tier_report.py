@@ -102,10 +102,8 @@ def test_hits_misses_and_rows_against_a_dictionary(
         expected = by_hand(ids[name], table["cached"])
         assert table["pinned"] == 0 and 2 * BATCH < table["cached"] < 4 * BATCH and table["store"] == "mapped"
         assert {key: table[key] for key in expected} == dict(expected)
-        misses = (
-            expected["lookup_misses"] / expected["lookups"],
-            expected["unique_row_misses"] / expected["unique_rows"],
-        )
+        of = (("lookup_misses", "lookups"), ("unique_row_misses", "unique_rows"))
+        misses = [expected[name] / expected[total] for name, total in of]
         assert (table["hits_per_lookup"], table["hits_per_row"]) == pytest.approx(
             [1 - miss for miss in misses], abs=1e-6
         )

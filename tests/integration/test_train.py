@@ -28,19 +28,14 @@ from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import LoopPart, Notice
 from hotrow.setup import setup
-from packed_data import OF_TOY_ROWS
+from packed_data import OF_TOY_ROWS, planted
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]},
     "optimizer": {"dense": {"name": "adagrad", "lr": 0.05}, "sparse": {"name": "adagrad", "lr": 0.1}},
     "train": {"batch_size": 64, "epochs": 2, "threads": 1, "log_every": 10},
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    rows = {"train": 4096, "val": 1024, "test": 1024}
-    return make_dataset(tmp_path_factory.mktemp("train") / "data", rows=rows, rows_per_block=512)
+dataset = planted(opened=True, rows={"train": 4096, "val": 1024, "test": 1024}, rows_per_block=512)
 
 
 def config(dataset: PackedDataset, run: Path, *changes: str) -> Config:
@@ -67,9 +62,8 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
     trained = [line for line in lines if line["kind"] == "train"]
     ends = [0, *(line["step"] for line in trained)]
     for phase, mean in record["step_ms"].items():  # a line's window is the steps since the line before
-        total = sum(
-            (line["step"] - before) * line["window_ms"][phase] for before, line in zip(ends, trained, strict=False)
-        )
+        pairs = zip(ends, trained, strict=False)
+        total = sum((line["step"] - before) * line["window_ms"][phase] for before, line in pairs)
         assert total / 384 == pytest.approx(mean, abs=2e-4)
     assert [line["step"] for line in lines if line.get("split") == "val"] == list(range(32, 385, 32))
     for name in ("config.yaml", "log.txt", "encoder/dataset.json"):
@@ -329,9 +323,7 @@ def test_a_step_that_is_not_finite_stops_both_sides(
     assert Run(run.path).summary()["steps_skipped"] == 3
 
 
-def test_a_skipped_step_changes_no_byte(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_steps_change_nothing(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step is skipped: all but its number is as one step before."""
     changes = ["train.nonfinite=skip", "checkpoint.every=7", "checkpoint.keep_last=5"]
     for side in ("sparse", "dense", "loss"):
@@ -365,9 +357,7 @@ def test_without_validation_rows(tmp_path: Path, make_dataset: Callable[..., Pac
         train(dataset, tmp_path / "other", "train.early_stopping=2")
 
 
-def test_one_class_in_validation_is_a_warning_or_an_error(
-    tmp_path: Path, make_dataset: Callable[..., PackedDataset]
-) -> None:
+def test_one_class_in_validation_warns_or_fails(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     dataset = make_dataset(tmp_path / "data", rows={"train": 128, "val": 1, "test": 64})
     run = train(dataset, tmp_path / "run")
     assert "all 1 labels are" in run.record.warnings["no_validation_auc"]["text"]
@@ -395,9 +385,7 @@ def test_tensorboard_may_be_absent(dataset: PackedDataset, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("damage", ["absent", "cut"])
-def test_a_dataset_that_is_not_whole_is_refused_before_training(
-    dataset: PackedDataset, tmp_path: Path, damage: str
-) -> None:
+def test_a_dataset_that_is_not_whole_is_refused_first(dataset: PackedDataset, tmp_path: Path, damage: str) -> None:
     """Not after the last epoch, when the test split is first read."""
     copy = tmp_path / "data"
     shutil.copytree(dataset.path, copy)

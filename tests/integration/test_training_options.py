@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hotrow.run.meters import StepClock
 from hotrow.run.trainer import NonFiniteError, train_step
 from hotrow.setup.setup import Setup
 from loops import looped
+from packed_data import planted
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
@@ -30,11 +31,7 @@ BASE: dict[str, Any] = {
     "train": {"batch_size": 32, "threads": 1},
     "memory": "dram",
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    return make_dataset(tmp_path_factory.mktemp("options") / "data")
+dataset = planted(opened=True)
 
 
 def parts_of(dataset: PackedDataset, folder: Path, *changes: str) -> Parts:

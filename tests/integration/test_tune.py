@@ -26,13 +26,10 @@ from hotrow.tune import tune as tuning
 from hotrow.tune.space import Axis, Trial, load_optuna, next_values, own_values
 from hotrow.tune.tune import RUNGS, steps_at, tune
 from loops import looped
+from packed_data import planted
 
 SPACE: dict[str, Any] = {"optimizer.dense.lr": {"log": [1e-3, 1.0]}, "model.embedding_dim": [2, 4, 8]}
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    return make_dataset(tmp_path_factory.mktemp("tune") / "data", bag=False)
+dataset = planted(opened=True, bag=False)
 
 
 def recipe(dataset: PackedDataset, folder: Path, space: Any = SPACE, **options: Any) -> Path:
@@ -94,9 +91,7 @@ def test_trials_keep_no_checkpoint(searched: tuple[Path, dict[str, Any], list[st
     assert not [*(Path(found["out"]) / "trials").glob("*/checkpoints")]
 
 
-def test_more_trials_go_on_from_those_there_are(
-    searched: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
-) -> None:
+def test_more_trials_go_on_from_the_others(searched: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
     path, found, _ = searched
     shutil.copytree(found["out"], tmp_path / "out")
     more = tune(path, trials=14, out=tmp_path / "out")

@@ -208,9 +208,7 @@ def test_no_verb_imports_torch_with_pythons_handler_of_ctrl_c(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_verb_that_is_interrupted_says_so(
-    sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_an_interrupted_verb_says_so(sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("hotrow.cli.tools.check", lambda path: os.kill(os.getpid(), sent))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     err = command("check", "x", code=128 + sent)

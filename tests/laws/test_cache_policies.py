@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_rig import Rig, Shape, initial_rows, needs_native, records_of, use
 
+from cache_rig import Rig, Shape, initial_rows, needs_native, records_of, use
 from hotrow.placement.budget import METADATA_BYTES
 from hotrow.placement.stores import Engines, StoreError
 from loops import looped

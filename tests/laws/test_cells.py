@@ -132,13 +132,8 @@ SEPARATORS = [None, "|", "json"]
 def test_numbers_as_people_write_them() -> None:
     percent, money, comma = WRITTEN[1:]
     for cell, written, want in (
-        *(
-            ("50 %", percent, 50),
-            ("%50", percent, 50),
-            ("12", percent, BAD),
-            (12, percent, BAD),
-            ("1e2%", percent, 100),
-        ),
+        *(("50 %", percent, 50), ("%50", percent, 50), ("12", percent, BAD), (12, percent, BAD)),
+        ("1e2%", percent, 100),
         *(("$1,234.50", money, 1234.5), ("-$ 2", money, -2), ("12", money, 12), ("1,23", money, BAD)),
         *(("1\u202f234,5", comma, 1234.5), ("1 234,5", comma, 1234.5), ("1.5", comma, BAD), (1.5, comma, 1.5)),
         *((HALF, money, BAD), ("\u0661", comma, BAD), (None, money, None), (True, percent, BAD)),
@@ -317,9 +312,8 @@ def frame_of(cells: list[Any]) -> dict[str, list[Any]]:
 
 def write_csv(path: Path, cells: list[str]) -> Path:
     quoted = ['"' + cell.replace('"', '""') + '"' for cell in cells]
-    path.write_text(
-        "\n".join([",".join(NAMES), *(",".join([cell] * len(NAMES)) for cell in quoted)]) + "\n", newline=""
-    )
+    lines = [",".join(NAMES), *(",".join([cell] * len(NAMES)) for cell in quoted)]
+    path.write_text("\n".join(lines) + "\n", newline="")
     return path
 
 
@@ -433,9 +427,8 @@ def test_labels_weights_and_times_are_the_same_in_every_reader(tmp_path: Path) -
     assert found[1:] == found[:1] * 3
     labels, times, weights, _ = found[0]
     assert len(labels) == len(rows) - 4 - 8 - 7
-    assert (
-        weights[-4:] == [0, 2.5, 0, 3] and labels[4:-4] == [0, 1, 1, 1, 1, 0, 1, 0] and min(times) == 1577836800000000
-    )
+    assert weights[-4:] == [0, 2.5, 0, 3] and labels[4:-4] == [0, 1, 1, 1, 1, 0, 1, 0]
+    assert min(times) == 1577836800000000
 
 
 # ---- requests and exports
@@ -453,19 +446,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[hotrow.Run, Path]:
     rows["l"] = [None if cell is None or not cell.isdigit() else f"{cell}|12|{cell}" for cell in rows["l"]]
     table = pa.table({**rows, "y": [rng.randrange(2) for _ in range(400)]})
     options: dict[str, Any] = {"batch_size": 50, "max_steps": 9, "embedding_dim": 4, "threads": 1, "refit": False}
-    run = hotrow.fit(
-        table, schema=SCHEMA.model_dump(mode="json", by_alias=True), run=folder / "run", quiet=True, **options
-    )
+    schema = SCHEMA.model_dump(mode="json", by_alias=True)
+    run = hotrow.fit(table, schema=schema, run=folder / "run", quiet=True, **options)
     run.export(folder / "out")
     return run, folder / "out"
 
 
 def check_scores(cells: list[Any], run: hotrow.Run, export: Path, work: Path) -> None:
     """Scores a column by the run, by a server's scorer, whole and row by row, and by the export's own program."""
-    rows, whole, alone = (
-        [dict.fromkeys(NAMES, cell) for cell in cells],
-        *(hotrow.Scorer(export, work=work) for _ in "12"),
-    )
+    rows = [dict.fromkeys(NAMES, cell) for cell in cells]
+    whole, alone = (hotrow.Scorer(export, work=work) for _ in "12")
     expected = run.predict(rows)
     assert run.seen is not None
     np.testing.assert_array_equal(whole.score(rows), expected, err_msg=" ".join(type(cell).__name__ for cell in cells))
@@ -477,9 +467,7 @@ def check_scores(cells: list[Any], run: hotrow.Run, export: Path, work: Path) ->
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("share", SHARES)
-def test_cells_score_the_same_in_requests_and_exports(
-    share: str, model: tuple[hotrow.Run, Path], tmp_path: Path
-) -> None:
+def test_cells_score_alike_in_requests_and_exports(share: str, model: tuple[hotrow.Run, Path], tmp_path: Path) -> None:
     check_scores([cell for cell, *_ in MEANS if cell != 10**5000], *model, tmp_path)
     for seed in range(6 if share == "few" else 300):
         rng = random.Random(f"scores {seed}")

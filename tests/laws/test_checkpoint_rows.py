@@ -208,9 +208,7 @@ def test_a_resumed_process_goes_on_with_the_chain(tmp_path: Path) -> None:
 @looped("where", [None, "others"])
 @looped("seed", [3, 8])
 @looped("optimizer", ["row_wise_adagrad", "ftrl"])
-def test_rows_in_no_link_become_what_they_were_made_as(
-    tmp_path: Path, where: str | None, seed: int, optimizer: str
-) -> None:
+def test_rows_in_no_link_become_what_they_were(tmp_path: Path, where: str | None, seed: int, optimizer: str) -> None:
     """Also those that were written to since, and where this collection made them from another seed."""
     model, plain = make(tmp_path / "rows", optimizer), make(None, optimizer)
     for each in (model, plain):
@@ -225,9 +223,7 @@ def test_rows_in_no_link_become_what_they_were_made_as(
     assert expanded(save_checkpoint(tmp_path / "again", moved_on.parts)) == truth == expanded(path)
 
 
-def test_a_load_makes_only_the_rows_in_no_link_anew(
-    big: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_makes_rows_in_no_link_alone(big: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another seed makes all rows others; those in links are written once, by their links."""
     held = [torch.randperm(1_000_000, generator=torch.Generator().manual_seed(7))[:2_000], torch.arange(8_190, 8_195)]
     for number, rows in enumerate(held):
@@ -282,7 +278,7 @@ def test_a_table_begins_without_a_copy_of_it(big: Model, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("few", ["by the process", "by the system"])
-def test_more_files_than_may_be_open_are_copied(
+def test_files_beyond_the_limit_are_copied(
     big: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: str
 ) -> None:
     for k in range(8):

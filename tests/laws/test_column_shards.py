@@ -3,14 +3,14 @@
 The truth is a plain collection in DRAM on one process, whose updates are those of the readable reference.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_worlds import OPTIMIZERS, Saved, Told, alone, bits, few_slots, told
+from kernel_cases import bits
+from test_worlds import OPTIMIZERS, Saved, Told, alone, few_slots, told
 from torch import Tensor
 
 import hotrow
@@ -25,7 +25,7 @@ from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.checkpoint_rows import InStep
 from hotrow.tables import Uniform
-from rank_pool import RankPool
+from rank_pool import RankPool, rank_pool
 from rank_threads import ThreadPool
 
 MAX_RANKS, MICRO_BATCHES, STEPS = 3, 5, 5
@@ -109,10 +109,7 @@ def train_shared(comm: Communicator, optimizer: str, depth: int, kept: Kept) -> 
     return train(collection(comm, kept), optimizer, depth, comm)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(MAX_RANKS) as ranks:
-        yield ranks
+pool = rank_pool(MAX_RANKS)
 
 
 @cache

@@ -187,9 +187,8 @@ def logs_of_lists(num_rows: int, seed: int) -> dict[str, list[Any]]:
     rows["item"] = [ids[i] for i in rng.integers(0, 9, num_rows)]
     rows["history"] = [[ids[i] for i in rng.integers(0, 9, n)] for n in rng.integers(0, 9, num_rows)]
     rows["tags"] = [[f"t{i}" for i in rng.integers(0, 6, n)] if n else None for n in rng.integers(0, 5, num_rows)]
-    rows["click"] = [
-        int(rng.random() < (0.8 if i in h else 0.1)) for i, h in zip(rows["item"], rows["history"], strict=True)
-    ]
+    chances = [0.8 if i in h else 0.1 for i, h in zip(rows["item"], rows["history"], strict=True)]
+    rows["click"] = [int(rng.random() < chance) for chance in chances]
     return rows
 
 
@@ -223,9 +222,8 @@ def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:
     rows, new = logs_of_lists(2000, 0), logs_of_lists(300, 1)
     categorical = HISTORIES["categorical"]
     if suffix == ".csv":
-        categorical = [
-            c | {"separator": "json"} if c["column"] in ("recent", "tags") else c for c in HISTORIES["categorical"]
-        ]
+        lists = ("recent", "tags")
+        categorical = [c | {"separator": "json"} if c["column"] in lists else c for c in HISTORIES["categorical"]]
     schema = parse_schema(HISTORIES | {"categorical": categorical}, where="test")
     source = suffix.removeprefix(".")
     packed = run_prepare(source, as_file(rows, tmp_path / f"old{suffix}"), tmp_path / "packed", schema=schema)

@@ -303,7 +303,7 @@ def test_a_plain_dataset_is_a_base_that_has_forgotten_its_rare_ids(logs: list[Pa
 
 @pytest.mark.slow_but("{'threads': 1}", "{'memory_bytes': 24000}")
 @pytest.mark.parametrize("options", [{"threads": 1}, {"rows_per_chunk": 61}, {"memory_bytes": 24_000}], ids=str)
-def test_how_it_runs_moves_no_byte(
+def test_ways_to_run_move_nothing(
     days: list[Path], logs: list[Path], tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "MIN_MEMORY_BYTES", 0)
@@ -353,9 +353,7 @@ def dense_of(dataset: PackedDataset, first: int) -> np.ndarray:
     return np.concatenate([np.stack(part.block(i).dense[first:], 1) for i in range(part.num_blocks)])
 
 
-def test_statistics_are_those_of_one_preparation_over_all_days(
-    days: list[Path], logs: list[Path], tmp_path: Path
-) -> None:
+def test_statistics_are_those_of_one_preparation(days: list[Path], logs: list[Path], tmp_path: Path) -> None:
     first_day(logs[0].parent, tmp_path / "all", base=None)
     whole, of_days = PackedDataset.open(tmp_path / "all"), [PackedDataset.open(path) for path in days]
     found = np.concatenate([dense_of(day, len(DAYS_SCHEMA.dense)) for day in of_days])
@@ -518,9 +516,7 @@ def test_a_day_before_the_last_one_is_refused_without_a_time(tmp_path: Path) -> 
     run_prepare("csv", tmp_path / "4.csv", tmp_path / "out", base=tmp_path / "day_3", overwrite=True)
 
 
-def test_a_run_stands_for_the_dataset_that_it_was_trained_on(
-    days: list[Path], logs: list[Path], tmp_path: Path
-) -> None:
+def test_a_run_stands_for_the_dataset_it_trained_on(days: list[Path], logs: list[Path], tmp_path: Path) -> None:
     shutil.copytree(days[1], tmp_path / "day_2")
     run = RunFolder.create(tmp_path / "run", name="any")
     with pytest.raises(ValueError, match="has not come to its dataset"):
@@ -568,9 +564,7 @@ def test_counts_of_another_vocabulary_are_refused(days: list[Path]) -> None:
 
 
 @looped("name", ["used", "seen"])
-def test_days_of_last_use_of_other_ids_are_refused(
-    days: list[Path], logs: list[Path], tmp_path: Path, name: str
-) -> None:
+def test_last_uses_of_other_ids_are_refused(days: list[Path], logs: list[Path], tmp_path: Path, name: str) -> None:
     base = shutil.copytree(days[1], tmp_path / "base")
     write_counts(path := base / "rare" / name / "item", np.ones(3, np.uint32))
     record = {"num_bytes": path.stat().st_size, "crc32": crc32(path)}
@@ -644,11 +638,8 @@ def test_random_days_with_expiry_are_those_of_dictionaries(
     for number in range(1, 13):
         ids = [int(i) if i else None for i in rng.zipf(1.5, rng.integers(0, 90)) % 60 + rng.choice([0, 30 * number])]
         ids += [None] * (number % 5 == 3)
-        day, out, before = (
-            counted(tmp_path / f"day-{number}", kind, ids),
-            tmp_path / str(number),
-            tmp_path / str(number - 1),
-        )
+        day, out = counted(tmp_path / f"day-{number}", kind, ids), tmp_path / str(number)
+        before = tmp_path / str(number - 1)
         if number == 1:
             base = extend.empty_vocabulary(tmp_path / "none", day.vocabulary)
             rare = Counted(base, np.zeros(1, np.uint32))

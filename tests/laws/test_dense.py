@@ -256,9 +256,7 @@ def test_a_row_has_the_bits_that_it_has_alone(widths: tuple[int, ...]) -> None:
 
 @looped("last", ["relu", "linear"])
 @looped("widths", [(17, 40, 16, 5), (6, 33, 1), (9, 20)])
-def test_layers_that_drop_have_the_bits_of_layers_with_dropout_between(
-    widths: tuple[int, ...], last: Activation
-) -> None:
+def test_layers_that_drop_have_the_bits_of_dropout_between(widths: tuple[int, ...], last: Activation) -> None:
     x, weights, biases, grad = mlp_inputs(37, widths)
     count = len(weights) if last == "relu" else len(weights) - 1
     drops = [Drop(2**63 + 3, place, 5, 1000, 19661, float(1 / np.float32(0.7))) for place in range(count)]
@@ -314,9 +312,7 @@ def test_members_have_the_bits_that_each_has_alone(members: int, last: Activatio
 @needs_native
 @looped("shared", [1, 15, 16, 107, 367, 512, 513, 600])
 @looped(("samples", "widths"), [(31, (600, 7)), (32, (600, 50, 3)), (203, (600, 96, 1)), (70, (600, 1))])
-def test_rows_that_begin_alike_have_the_bits_that_each_has_alone(
-    samples: int, widths: tuple[int, ...], shared: int
-) -> None:
+def test_rows_that_begin_alike_have_the_bits_of_each_alone(samples: int, widths: tuple[int, ...], shared: int) -> None:
     """The sums of what all rows share, as of a user among candidates, are formed once."""
     x, weights, biases, _ = mlp_inputs(samples, widths)
     x[:, :shared] = x[:1, :shared]

@@ -64,9 +64,7 @@ def total_of(num_samples: int, micro_batches: int, length: int) -> Sums:
 
 @looped("num_samples", [64, 7, 2])
 @looped(("num_ranks", "micro_batches"), [(1, 3), (2, 2), (2, 5), (3, 3), (3, 4), (3, 8), (4, 4), (4, 7)])
-def test_against_the_tree_on_one_process(
-    pool: ThreadPool, num_ranks: int, micro_batches: int, num_samples: int
-) -> None:
+def test_against_a_tree_on_one_process(pool: ThreadPool, num_ranks: int, micro_batches: int, num_samples: int) -> None:
     length = 1003
     whole = total_of(num_samples, micro_batches, length)
     for told, _ in pool.run(summed, num_samples, length, num_ranks=num_ranks, micro_batches=micro_batches):
@@ -122,9 +120,7 @@ def overflowed(comm: Communicator, place: int) -> tuple[Found, list[int], list[i
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("place", [0, 4, 8])
-def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(
-    pool: ThreadPool, place: int, num_ranks: int
-) -> None:
+def test_all_ranks_know_early_whether_the_total_is_finite(pool: ThreadPool, place: int, num_ranks: int) -> None:
     for told, between, numbers in pool.run(overflowed, place, num_ranks=num_ranks, micro_batches=num_ranks):
         assert not told.finite and told.total.gradient.isinf().nonzero().tolist() == [[place]]
         assert (between, numbers) == ([0, 1, 2][:num_ranks], [7, 8, 9][:num_ranks])

@@ -23,6 +23,7 @@ from hotrow.models.dlrm import DLRM
 from hotrow.run import build, runs
 from hotrow.run.graph import DenseGraph, Outputs
 from hotrow.setup.device import DenseDevice
+from packed_data import planted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -61,9 +62,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return found
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("graph") / "data").path
+data = planted()
 
 
 @pytest.mark.slow_but("early stopping")
@@ -81,9 +80,7 @@ def test_a_run_its_odd_batches_and_its_resumption(
     num_odd = run.record.steps // -(-num_rows // size)
     assert outcome(run) == truth
     assert num_rows % size and num_odd > 0
-    assert (recorder.captures, recorder.replays) == (1, run.record.steps - num_odd - 1), (
-        "all but the first and odd ones"
-    )
+    assert (recorder.captures, recorder.replays) == (1, run.record.steps - num_odd - 1), "all but first and odd"
     with monkeypatch.context() as patch:
         signal_at(patch, 5, signal.SIGTERM)
         stopped = runs.train(config(data, tmp_path / "stopped", changes), quiet=True)
@@ -295,9 +292,8 @@ def test_weights_that_share_a_gradient_can_be_scaled_in_place() -> None:
 def test_which_models_have_a_graph(data: Path, tmp_path: Path) -> None:
     def made(**options: Any) -> Any:
         drawn = torch.Generator().manual_seed(1)
-        return DLRM(
-            num_dense=3, num_features=2, embedding_dim=4, bottom_mlp=[5], top_mlp=[6], generator=drawn, **options
-        )
+        sizes = {"num_dense": 3, "num_features": 2, "embedding_dim": 4}
+        return DLRM(**sizes, bottom_mlp=[5], top_mlp=[6], generator=drawn, **options)
 
     gpu = DenseDevice(torch.device("cuda"))
     assert isinstance(DenseGraph.of(made(), gpu), DenseGraph)

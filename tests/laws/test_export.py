@@ -299,10 +299,13 @@ CHANGES["statistics alone"] = STATISTICS | NO_DENSE
 def test_hashed_ids_no_dense_inputs_columns_that_are_both_and_statistics(
     logs: Path, tmp_path: Path, suffix: str, changes: dict[str, Any]
 ) -> None:
-    run = train(prepared(logs, tmp_path / "packed", suffix=suffix, **changes), tmp_path / "run")
+    """A model with a first order takes numbers in buckets in pieces too."""
+    options = ["model.first_order=true"] if changes in (TWICE, STATISTICS) else []
+    run = train(prepared(logs, tmp_path / "packed", suffix=suffix, **changes), tmp_path / "run", *options)
     new = logs / f"new.{suffix}"
     columns = read_csv(new) if suffix == "csv" else pq.read_table(new).to_pydict()
     check(run, str(new), columns, tmp_path / "out")
+    assert any(json.loads((tmp_path / "out" / "export.json").read_text())["model"]["edges"]) == bool(options)
 
 
 RATIO = """

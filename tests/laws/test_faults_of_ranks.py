@@ -236,9 +236,8 @@ def wait_through_a_relay(comm: Communicator, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callable[..., Run]) -> None:
     """One rank pauses; all do, for longer than the limit, as when a machine sleeps; and the network does."""
-    one, all_of_them, network = (
-        ranks(each) for each in (wait_in_collectives, wait_in_collectives, wait_through_a_relay)
-    )
+    ways = (wait_in_collectives, wait_in_collectives, wait_through_a_relay)
+    one, all_of_them, network = map(ranks, ways)
     relay = Relay(network.folder)
     for run in (one, all_of_them, network):
         run.wait_for("begun")
@@ -536,9 +535,8 @@ def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyP
     store = dist.HashStore()
     store.set("address/1", json.dumps(other))
     store.set("read/1", "")
-    expected = (
-        "name of node7 means 127.0.1.1 there: set GLOO_SOCKET_IFNAME on node7 to an interface .* (eth0 (10.0.0.1))"
-    )
+    cure = "set GLOO_SOCKET_IFNAME on node7 to an interface .* (eth0 (10.0.0.1))"
+    expected = f"name of node7 means 127.0.1.1 there: {cure}"
     with pytest.raises(ValueError, match=re.escape(expected).replace(r"\.\*", ".*")):
         gloo.check_addresses(store, 0, 2)
     store.set("address/1", json.dumps(other | {"net": gloo.namespace_id("net")}))
@@ -550,10 +548,8 @@ def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyP
 
 def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     two = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
-    found = [
-        {"host": "a", "net": "1", "interfaces": two},
-        {"host": "b", "net": "2", "interfaces": {"eth0": "10.0.0.2"}},
-    ]
+    other = {"eth0": "10.0.0.2"}
+    found = [{"host": "a", "net": "1", "interfaces": two}, {"host": "b", "net": "2", "interfaces": other}]
     monkeypatch.setattr(gloo, "everyone", lambda *_: found)
     text = gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo()))
     assert text is not None

@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from gpu_device import DEVICE, HAS_GPU, assert_agrees, needs_gpu, slow_interpret
 from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits, clones, make_case, rules, stored
 from torch import Tensor, nn
 
+from forked import run_python
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, triton_kernels, triton_ops, types
 from hotrow.kernels import triton_moves as moves
@@ -369,11 +368,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     if folder := os.environ.get("HOTROW_TRITON"):
         monkeypatch.setenv("PYTHONPATH", folder, prepend=os.pathsep)
     script = str(Path(__file__).with_name("compiled_kernels.py"))
-    done = subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=1200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_python(script, *arguments, timeout=1200)
 
 
 @pytest.mark.slow

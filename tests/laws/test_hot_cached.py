@@ -1,7 +1,5 @@
 """Bytes through slots on a device, as benchmarks.hot_lab counts them, against the slots of a run and a set of ids."""
 
-from collections.abc import Callable
-
 import pytest
 from gpu_device import DEVICE, slow_interpreted
 
@@ -11,15 +9,11 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.optim import RowWiseAdagrad
 from hotrow.placement.budget import TableSlots
+from packed_data import planted
 
 RECORD = {"t0": 4 * 4 + 4, "t1": 4 * 4 + 4, "t2": 4 * 4 + 4}
 SLOTS = {"t0": TableSlots(2, 46), "t1": TableSlots(20, 0), "t2": TableSlots(0, 50)}
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    rows = {"train": 500, "val": 9, "test": 9}
-    return make_dataset(tmp_path_factory.mktemp("cached") / "packed", counts=True, rows=rows)
+dataset = planted(opened=True, counts=True, rows={"train": 500, "val": 9, "test": 9})
 
 
 def loader(dataset: PackedDataset) -> Loader:

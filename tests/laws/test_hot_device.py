@@ -38,14 +38,11 @@ from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
 from hotrow.setup import setup
 from hotrow.setup.device import DenseDevice, device_of_copies
+from packed_data import planted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = ("device=cuda",) if HAS_GPU else ()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("hot") / "data", counts=True).path
+data = planted(counts=True)
 
 
 @pytest.fixture

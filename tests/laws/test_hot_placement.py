@@ -116,9 +116,7 @@ def test_copies_are_invisible(data: Path, tmp_path: Path, optimizer: str) -> Non
 @pytest.mark.slow_but("file-True")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(("place", "counts"), sampled(["ssd", "file"], [True, False], pairs=False))
-def test_copies_of_rows_in_tiers(
-    tmp_path: Path, place: str, counts: bool, make_dataset: Callable[..., PackedDataset]
-) -> None:
+def test_copies_in_tiers(tmp_path: Path, place: str, counts: bool, make_dataset: Callable[..., PackedDataset]) -> None:
     data = make_dataset(tmp_path / "data", table_rows=(50, 20, 4000), counts=counts).path
     tiers = [f"memory.{place}={tmp_path / 'rows'}", "memory.dram=85000"]
     tiers += ["memory.force=true"] if place == "ssd" else []
@@ -543,9 +541,7 @@ def test_one_side_is_live_at_a_time() -> None:
     generator = np.random.default_rng(5)
     copies.fetch()
     cold = KeyedJaggedTensor(list(FEATURES), torch.tensor([1, 39, 3, 29, 29, 0, 0]).repeat(4)[:28])
-    with pytest.raises(
-        ValueError, match="feature 'a1' looks up row 29, which is not hot, while hot rows live on the fast"
-    ):
+    with pytest.raises(ValueError, match=r"'a1' looks up row 29, which is not hot, .*hot rows live on the fast"):
         emb(cold)
     for read in (
         emb.state_dict,
@@ -646,9 +642,7 @@ def test_interrupted_at_any_step_of_a_turn(
 
 @pytest.mark.slow_but("ranked")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
-def test_killed_right_after_a_swap(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_dram: list[int]
-) -> None:
+def test_killed_after_a_swap(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_dram: list[int]) -> None:
     """Its decision was written, and the checkpoint is from before: it is decided again, and stands once."""
     changes = ["checkpoint.every=1"]
     whole = trained(data, tmp_path / "whole", *changes)

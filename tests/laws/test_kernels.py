@@ -236,12 +236,8 @@ def make_unlike_tables(seed: int) -> Case:
             values.append(torch.randint(0, num_rows, (int(lengths[-1].sum()),), generator=g))
     layout, order = Layout.of(configs), torch.randperm(len(names), generator=g).tolist()
     ids = torch.cat([values[i] for i in order])
-    batch = KeyedJaggedTensor(
-        [names[i] for i in order],
-        ids,
-        torch.randn(ids.numel(), generator=g),
-        lengths=torch.cat([lengths[i] for i in order]),
-    )
+    own, scales = torch.cat([lengths[i] for i in order]), torch.randn(ids.numel(), generator=g)
+    batch = KeyedJaggedTensor([names[i] for i in order], ids, scales, lengths=own)
     return Case(layout, weights, low, [batch], [torch.randn(29, layout.width, generator=g)])
 
 
@@ -271,18 +267,9 @@ def test_any_case(
     seed: int, dim: int, kind: tuple, num_samples: int, num_batches: int, num_rows: int, algorithm: str, dtype: Dtype
 ) -> None:
     pooling, weighted, id_dtype, jagged = kind
-    case = make_case(
-        seed,
-        dim=dim,
-        pooling=pooling,
-        weighted=weighted,
-        id_dtype=id_dtype,
-        jagged=jagged,
-        num_samples=num_samples,
-        num_batches=num_batches,
-        num_rows=num_rows,
-        dtype=dtype,
-    )
+    kind = {"pooling": pooling, "weighted": weighted, "id_dtype": id_dtype, "jagged": jagged, "dtype": dtype}
+    sizes = {"dim": dim, "num_samples": num_samples, "num_batches": num_batches, "num_rows": num_rows}
+    case = make_case(seed, **kind, **sizes)
     check_lookup(case, "hypothesis")
     check_weight_gradient(case, "hypothesis")
     check_update(case, algorithm, "hypothesis")

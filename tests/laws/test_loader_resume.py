@@ -72,9 +72,7 @@ loaders = st.builds(
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(arguments=loaders, epoch=st.integers(0, 3), data=st.data())
-def test_resume_at_any_batch_gives_the_same_bits(
-    split: Split, arguments: dict, epoch: int, data: st.DataObject
-) -> None:
+def test_resume_at_any_batch_has_the_same_bits(split: Split, arguments: dict, epoch: int, data: st.DataObject) -> None:
     whole = Loader(split, **arguments, start=LoaderState(epoch, 0))
     wanted = [*whole, *whole]
     assert whole.state() == LoaderState(epoch + 2, 0)

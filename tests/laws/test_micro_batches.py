@@ -213,13 +213,8 @@ class Data:
         loader = iter(Loader(dataset.split("train"), sum(SIZES), shuffle_seed=3).epoch(0))
         whole = next(loader)
         ends = np.cumsum([0, *SIZES]).tolist()
-        return cls(
-            dataset.path,
-            [
-                Batch(whole.dense[first:last], whole.sparse.samples(first, last), whole.label[first:last])
-                for first, last in pairwise(ends)
-            ],
-        )
+        pairs = [(whole.dense[a:b], whole.sparse.samples(a, b), whole.label[a:b]) for a, b in pairwise(ends)]
+        return cls(dataset.path, [Batch(*each) for each in pairs])
 
     def config(self, run: Path, changes: list[str], memory: Any = "dram", base: dict[str, Any] = BASE) -> Config:
         return config_of(self.path, run, changes, memory, {**base, "optimizer": {}})

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -47,7 +47,7 @@ from hotrow.run.meters import Session
 from hotrow.setup.demand import required_bytes
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
-from rank_pool import RankPool
+from rank_pool import RankPool, rank_pool
 from sampled import covering
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="the reference's products are torch's")
@@ -156,10 +156,7 @@ def batch_of(data: Path, num_samples: int) -> Batch:
     return next(iter(Loader(PackedDataset.open(data).split("train"), num_samples, shuffle_seed=3).epoch(0)))
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(MAX_RANKS) as ranks:
-        yield ranks
+pool = rank_pool(MAX_RANKS)
 
 
 def with_simple_products() -> None:
@@ -311,9 +308,7 @@ def on_disk(setup: Setup, folder: Path) -> Setup:
 @pytest.mark.slow_but("dlrm-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_on_disk_and_a_stop_change_no_bit(
-    pool: RankPool, data: Path, tmp_path: Path, model: str, pairs: bool
-) -> None:
+def test_disks_and_a_stop_change_no_bit(pool: RankPool, data: Path, tmp_path: Path, model: str, pairs: bool) -> None:
     for number, (options,) in enumerate(cases(model, pairs=pairs)):
         (truth,) = pool.run(trained, data, options, BATCHES[1], 1, num_ranks=1, micro_batches=1)
         (tmp_path / str(number)).mkdir()
@@ -402,9 +397,8 @@ FACTORS: dict[str, Callable[[Tensor], float]] = {
 def test_a_model_that_breaks_the_law_is_told(
     pool: RankPool, data: Path, tmp_path: Path, factor: str, R: int, ranks: Sequence[int]
 ) -> None:
-    warnings, *_ = pool.run(
-        trained_alone, data, tmp_path / "run", {"factor": factor}, ranks, num_ranks=R, micro_batches=4
-    )
+    given = data, tmp_path / "run", {"factor": factor}, ranks
+    warnings, *_ = pool.run(trained_alone, *given, num_ranks=R, micro_batches=4)
     assert (CODE in warnings) == (factor != "none")
     if factor != "none":
         assert warnings[CODE]["count"] == 1

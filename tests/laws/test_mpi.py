@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from test_torchrun import config_file, outcome, raw_config, same
 
 from hotrow.config.load import make_config
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel import mpi
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
@@ -23,14 +21,11 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from mpi_ranks import LIMIT_S, mpiexec, needs_mpi, ranks, said
+from packed_data import planted
 
 HANG_S = 8.0
 """The promise is 5 s. On a busy machine the test only tells a slow end from none."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("mpi") / "data", table_rows=(50, 20, 3000), counts=True).path
+data = planted(table_rows=(50, 20, 3000), counts=True)
 
 
 @needs_mpi
@@ -49,10 +44,8 @@ def test_the_number_of_ranks_is_invisible(data: Path, tmp_path: Path, num_ranks:
 def test_interrupted_on_three_ranks_and_resumed_on_two(data: Path, tmp_path: Path) -> None:
     """mpiexec passes SIGUSR1 on to every rank; after SIGTERM it would kill ranks that take a second to save."""
     changes = ["train.epochs=40", "train.log_every=1"]
-    process, lines = (
-        mpiexec(3, "hotrow", "train", config_file(data, tmp_path, changes)),
-        tmp_path / "run" / "metrics.jsonl",
-    )
+    process = mpiexec(3, "hotrow", "train", config_file(data, tmp_path, changes))
+    lines = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (lines.exists() and lines.stat().st_size > 2000):
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)

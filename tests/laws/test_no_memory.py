@@ -1,13 +1,12 @@
 """Memory that runs out while rows move: the table's store has failed then and says so, or every row is as it was."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from cache_rig import needs_native
+from forked import run_python
 
 ROWS = """
 import resource, sys
@@ -80,13 +79,5 @@ else:
 def test_rows_are_not_lost_in_silence(move: str, cached: int) -> None:
     # Memory that was freed goes back to the system at once, so that the next call has to ask for it.
     environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", ROWS, move, str(cached)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "table 't0' lost rows, because there was no memory to move them" in done.stdout
+    said = run_python("-c", ROWS, move, cached, env=environment, timeout=60)
+    assert "table 't0' lost rows, because there was no memory to move them" in said

@@ -5,14 +5,13 @@ The truth is the run whose tables lie in DRAM: every file of its last checkpoint
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import test_resume
 import torch
-from test_resume import VARIANTS, config, outcome, signal_at, tiers
+from test_resume import VARIANTS, Truth, config, outcome, signal_at, tiers
 
 import hotrow
 from expanded import expanded
@@ -28,7 +27,7 @@ from hotrow.run.folder import RunFolder
 from hotrow.setup import divide, setup
 from hotrow.setup import memory as placement
 from hotrow.setup import memory as room
-from packed_data import OF_TOY_ROWS
+from packed_data import OF_TOY_ROWS, planted
 from sampled import sampled
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
@@ -37,17 +36,11 @@ VARIANTS = VARIANTS | {
     "ftrl": ["optimizer.sparse={name: ftrl, lr: 0.1, l1: 0.01, l2: 0.01}"],
     "float16 tables, ftrl": ["train.precision=fp16", "optimizer.sparse={name: ftrl, lr: 0.1, l1: 0.01}"],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    """With access counts, as prepared data has, so that rows are pinned by popularity."""
-    return make_dataset(tmp_path_factory.mktemp("placement") / "data", table_rows=(600, 20, 1400), counts=True).path
-
-
-@pytest.fixture(scope="module")
-def uncounted(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("placement") / "data", table_rows=(600, 20, 1400)).path
+data = planted(table_rows=(600, 20, 1400), counts=True)
+"""With access counts, as prepared data has, so that rows are pinned by popularity."""
+uncounted = planted(table_rows=(600, 20, 1400))
+truth = test_resume.truth
+"""Of the run in DRAM, which asks for no access counts."""
 
 
 def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:
@@ -56,22 +49,6 @@ def exercised(run: RunFolder, *, on_disk: tuple[str, ...]) -> None:
     assert counts["t1"]["store"] == "dram"
     assert counts["t2"]["read_rows"] > 20 and counts["t2"]["written_rows"] > 20, "the run did not exercise the store"
     assert not (run.path / "memory").exists(), "files were left behind"
-
-
-@pytest.fixture(scope="module")
-def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], dict[str, Any]]:
-    """What the run in DRAM has, which is trained once for all tests of a variant. It asks for no access counts."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def outcome_of(changes: list[str]) -> dict[str, Any]:
-        if (key := str(changes)) not in found:
-            found[key] = outcome(runs.train(config(data, tmp_path_factory.mktemp("plain") / "run", changes)))
-        return found[key]
-
-    return outcome_of
-
-
-Truth = Callable[[list[str]], dict[str, Any]]
 
 
 @pytest.mark.slow_but("split weights, bfloat16 layers", "float16 tables, ftrl")

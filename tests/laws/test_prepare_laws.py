@@ -56,9 +56,7 @@ def plain(
     [{"threads": 1}, {"threads": 2}, {"rows_per_chunk": 1000}, {"rows_per_chunk": 61}, {"rows_per_chunk": 300}],
     ids=str,
 )
-def test_how_it_runs_moves_no_byte(
-    plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, options: dict
-) -> None:
+def test_ways_to_run_move_nothing(plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, options: dict) -> None:
     split, want = plain
     prepare(opened(logs, split), tmp_path / "out", Options(**SIZES, **options))
     assert file_hashes(tmp_path / "out") == want

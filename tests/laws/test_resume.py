@@ -29,7 +29,7 @@ from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
 from hotrow.setup import memory as placement
 from hotrow.setup import setup
-from packed_data import OF_TOY_ROWS
+from packed_data import OF_TOY_ROWS, planted
 from sampled import sampled
 
 TIMES = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share"}
@@ -57,11 +57,7 @@ VARIANTS = {
     ],
     "split tables, adam": ["train.precision=split_bf16", "optimizer.dense.name=adam", "optimizer.sparse.name=adam"],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("resume") / "data").path
+data = planted()
 
 
 def config(data: Path, run: Path, changes: list[str], memory: Any = "dram", base: dict[str, Any] = BASE) -> Any:
@@ -252,9 +248,7 @@ def test_killed_between_checkpoints(data: Path, truth: Truth, tmp_path: Path) ->
     assert outcome(runs.resume(tmp_path / "run")) == expected
 
 
-def test_failed_before_the_first_checkpoint(
-    data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_before_a_checkpoint(data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = VARIANTS["sgd"]
     expected = truth(changes)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
@@ -301,9 +295,7 @@ def test_second_signal_aborts(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_threads_and_products_are_counted_warnings(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_threads_and_products_are_counted(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signal_at(monkeypatch, 3, signal.SIGINT)
     run = runs.train(config(data, tmp_path / "run", ["train.dense_dtype=bf16"]))
     had_products = ops.bfloat16_products()

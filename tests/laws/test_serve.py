@@ -211,9 +211,7 @@ MODELS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["name"])
-def test_every_model_scores_a_request_as_predict_scores_rows(
-    packed: Path, tmp_path: Path, model: dict[str, Any]
-) -> None:
+def test_every_model_scores_requests_as_predict_does(packed: Path, tmp_path: Path, model: dict[str, Any]) -> None:
     """Two towers score pairs of user and item."""
     config = {**BASE, "data": str(packed), "run": str(tmp_path / "run"), "model": {"embedding_dim": 6, **model}}
     config["train"] = {**BASE["train"], "max_steps": 12}
@@ -358,9 +356,7 @@ def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.Mon
         for _ in range(3):
             np.testing.assert_array_equal(scorer.score(some()), expected)
         change()
-    assert len({*let_go}) == 1 and len(let_go) == 9, (
-        "after each score, the first one of a version included, and at its end"
-    )
+    assert len({*let_go}) == 1 and len(let_go) == 9, "after each score, the first of a version too, and at its end"
 
 
 def locked_bytes() -> int:
@@ -495,10 +491,7 @@ def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
         before, most = mapped.mapped_bytes(), 0
         for _ in range(1500):
             rows = {name: rng.integers(1, size, 10) for name, size in sizes.items()}
-            hexed = {
-                name: [f"{(int(row) * 2654435761 + LARGE[name]) % 2**32:x}" for row in own]
-                for name, own in rows.items()
-            }
+            hexed = {n: [f"{(int(row) * 2654435761 + LARGE[n]) % 2**32:x}" for row in own] for n, own in rows.items()}
             scorer.score(hexed)
             most = max(most, mapped.mapped_bytes() - before)
         assert not sum(scorer.seen.columns[name]["unknown"] for name in LARGE)

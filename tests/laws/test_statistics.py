@@ -167,19 +167,12 @@ def truth(rows: Rows, code_of: list[int], fold: list[int] | None = None, lag_s: 
 
 def in_bursts(rows: Rows) -> Rows:
     """The same rows, three or so of one time."""
-    return rows | {
-        "time": sorted(np.random.default_rng(4).integers(0, len(rows["time"]) // 3, len(rows["time"])).tolist())
-    }
+    times = np.random.default_rng(4).integers(0, len(rows["time"]) // 3, len(rows["time"]))
+    return rows | {"time": sorted(times.tolist())}
 
 
-CASES = [
-    ("time", None),
-    ("random", None),
-    ("random with time", None),
-    ("time", "rows"),
-    ("random", "user"),
-    ("time", "user"),
-]
+CASES = [("time", None), ("random", None), ("random with time", None), ("time", "rows")]
+CASES += [("random", "user"), ("time", "user")]
 """How rows are split, and `statistics_by`."""
 
 
@@ -507,9 +500,8 @@ def lagged(rows: Rows, folder: Path, split: str, lag: str, kind: pa.DataType | N
     """The dataset of rows whose statistics have a lag. kind: how times are stored; if None, as integers."""
     folder.mkdir(parents=True)
     times = rows["time"] if kind is None else pa.array(rows["time"], pa.timestamp("s")).cast(kind)
-    pq.write_table(
-        pa.table(rows | {"time": times, "item": pa.array(rows["item"], pa.int64())}), folder / "rows.parquet"
-    )
+    table = pa.table(rows | {"time": times, "item": pa.array(rows["item"], pa.int64())})
+    pq.write_table(table, folder / "rows.parquet")
     schema = SCHEMA | {"split": {"kind": split}, "time": "time", "statistics_lag": lag}
     opened = open_source("parquet", folder / "rows.parquet", schema=parse_schema(schema, where="test"))
     prepare(opened, folder / "out", Options(**options))
@@ -549,9 +541,7 @@ def prepare_lagged(folder: Path, options: dict[str, Any]) -> None:
     prepare(opened, folder / "out", Options(**options))
 
 
-def test_a_lag_of_rows_in_any_order_in_small_chunks_and_after_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lag_in_any_order_in_small_chunks_and_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = some_rows(600)
     rows["time"] = [1_700_000_000 + 10 * row for row in range(600)]
     options = {"rows_per_part": 64, "rows_per_block": 64}

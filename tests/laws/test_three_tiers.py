@@ -2,23 +2,18 @@
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from test_resume import config, outcome, signal_at, tiers
 
 import hotrow
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.run import runs
+from packed_data import planted
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("three") / "data", table_rows=(600, 20, 1400)).path
+data = planted(table_rows=(600, 20, 1400))
 
 
 @pytest.mark.slow_but("24000")

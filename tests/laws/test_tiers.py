@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_cases import bits
 from torch import Tensor
 
 import hotrow
@@ -218,11 +219,6 @@ def make_sides(
     place |= more
     memory = hotrow.Memory(dram=dram, **place)  # type: ignore[arg-type]
     return [Side(EmbeddingCollection(tables(dtype), memory=where, seed=3), optimizer) for where in (None, memory)]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """As integers, so that NaN and -0 count too."""
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
 def check(plain: Side, tiered: Side) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_rig import Rig, Shape, initial_rows, needs_native, records_of
 
+from cache_rig import Rig, Shape, initial_rows, needs_native, records_of
 from hotrow.placement.stores import Engines, Kind, io_uring_refused
 
 pytestmark = needs_native
@@ -57,9 +57,8 @@ class World:
         if bad and not self._spoil(batch):
             return
         before = [self.rigs[0].counters(t) for t in range(len(self.shapes))]
-        answers = [
-            rig.caches.admit(batch.ids, batch.spans, batch.keep, int(self.rng.integers(1, 3))) for rig in self.rigs
-        ]
+        workers = (int(self.rng.integers(1, 3)) for _ in self.rigs)
+        answers = [rig.caches.admit(batch.ids, batch.spans, batch.keep, next(workers)) for rig in self.rigs]
         for flight, slots in answers:
             assert (flight is None) == bad, (flight, batch)
             np.testing.assert_array_equal(slots, answers[0][1])

@@ -25,7 +25,6 @@ import yaml
 from expanded import expanded
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import checksum_of
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Sharded
@@ -35,7 +34,8 @@ from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import LoopPart, Notice
 from hotrow.run.parts import parts_of
-from rank_pool import RankPool
+from packed_data import planted
+from rank_pool import RankPool, rank_pool
 
 NOT_COMPARED = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share", "drive_written_bytes"}
 NOT_COMPARED |= {"hits_per_lookup", "hits_per_row", "wire_bytes_per_step", "slowest_rank"}
@@ -70,17 +70,10 @@ VARIANTS = {
 
 
 ONE_EPOCH = {"ftrl, stored order", "float16", "split", "hot window", "copies of hot rows"}
+data = planted(table_rows=(50, 20, 3000), counts=True)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("torchrun") / "data", table_rows=(50, 20, 3000), counts=True).path
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
+pool = rank_pool(4)
 
 
 @pytest.fixture(autouse=True)
@@ -398,9 +391,7 @@ def test_merging_every_few_steps_is_not_exact_and_says_so(pool: RankPool, data: 
         (["parallel.exchange={t2: pooled}"], "set hot.merge_every to 1, or parallel.exchange to rows for t2"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(
-    pool: RankPool, data: Path, tmp_path: Path, changes: list[str], text: str
-) -> None:
+def test_merges_that_are_refused(pool: RankPool, data: Path, tmp_path: Path, changes: list[str], text: str) -> None:
     raw = raw_config(data, tmp_path / "run", [*PHASES, "hot.merge_every=2", *changes])
     texts = pool.run(refused, trained, raw, num_ranks=2, micro_batches=2)
     assert len(set(texts)) == 1 and text in texts[0] and not (tmp_path / "run").exists()
@@ -462,9 +453,7 @@ def test_what_ranks_cannot_do_is_refused_on_all(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_is_taken_and_too_many_ranks_are_refused_on_all(
-    pool: RankPool, data: Path, tmp_path: Path
-) -> None:
+def test_a_taken_folder_and_too_many_ranks_are_refused_on_all(pool: RankPool, data: Path, tmp_path: Path) -> None:
     raw = raw_config(data, tmp_path / "run", ["train.max_steps=2"], micro_batches=2)
     pool.run(trained, raw, num_ranks=2, micro_batches=2)
     texts = pool.run(refused, trained, raw, num_ranks=2, micro_batches=2)

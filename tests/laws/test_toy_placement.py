@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import bits
 from test_worlds import OPTIMIZERS
 from torch import Tensor
 
@@ -168,10 +169,6 @@ def make_batch(generator: torch.Generator, *, weighted: bool = False) -> KeyedJa
     ids = (torch.rand(len(limits), generator=generator) ** 3 * limits).long()
     weights = torch.rand(len(ids), generator=generator) if weighted else None
     return KeyedJaggedTensor(FEATURES, ids, weights, lengths=lengths)
-
-
-def bits(values: Tensor) -> Tensor:
-    return values.contiguous().view({2: torch.int16, 4: torch.int32}[values.itemsize])
 
 
 def check(toy: Side, plain: Side) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_worlds import TABLES, Case, bits, memory_of, shards_of, train, truth_of
+from kernel_cases import bits
+from test_worlds import TABLES, Case, memory_of, shards_of, train, truth_of
 
 import hotrow
 from hotrow.config.load import make_config
@@ -87,9 +88,7 @@ def send(comm: Communicator, shard: Shard) -> int:
     ],
     ids=["split", "replicated", "pooled"],
 )
-def test_bytes_that_are_counted_are_those_that_are_sent(
-    pool: ThreadPool, num_ranks: int, shard: Shard, field: str
-) -> None:
+def test_bytes_counted_are_those_sent(pool: ThreadPool, num_ranks: int, shard: Shard, field: str) -> None:
     """By which the plan decides: predicted from access counts, and counted as they are sent."""
     dataset: Any = SimpleNamespace(
         has_counts=True, counts=lambda name: counts(), split=lambda name: SimpleNamespace(num_rows=SAMPLES)

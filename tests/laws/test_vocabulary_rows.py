@@ -199,9 +199,7 @@ def test_rows_held_out_change_nothing(module: ModuleType, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("module", BACKENDS)
-def test_uint32_and_int64_ids_are_the_same_ids(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uint32_and_int64_ids_are_the_same(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, module)
     case = Case([[(2**32 - 1, True), (5, True), (5, True), (None, True)]])
     case.run(tmp_path, memory_bytes=1 << 30)

@@ -170,9 +170,7 @@ def test_a_chain_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, 
     assert (out / "report.html").is_file()
 
 
-def test_a_signal_saves_a_checkpoint_and_ends_the_call(
-    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_saves_and_ends_the_call(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         at_step(patch, 2, lambda _: signal.raise_signal(signal.SIGTERM))
         found = go(logs, tmp_path / "chain")
@@ -372,9 +370,7 @@ EMPTY = {"no byte": "", "a header alone": "click,ts,user,item,price\n"}
 
 @pytest.mark.slow_but("a header alone")
 @pytest.mark.parametrize("what", EMPTY)
-def test_a_day_without_rows_is_passed_over(
-    begun: tuple[Path, Path], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_day_is_passed_over(begun: tuple[Path, Path], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that follow it go on, and the chain is as if it were not there; rows that come to it later are refused."""
     logs, out = begun
     empty = logs / "day_11.csv"

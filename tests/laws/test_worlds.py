@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from kernel_cases import bits
 from torch import Tensor
 
 import hotrow
@@ -34,7 +35,7 @@ from hotrow.run import checkpoint, checkpoint_rows
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.tables import Uniform
-from rank_pool import RankPool
+from rank_pool import RankPool, rank_pool
 from rank_threads import ThreadPool
 
 MAX_RANKS, STEPS = 4, 7
@@ -197,14 +198,7 @@ def alone(seed: int, tables: Sequence[TableConfig] = TABLES) -> EmbeddingCollect
     return emb
 
 
-def bits(values: Tensor) -> Tensor:
-    return values.contiguous().view({2: torch.int16, 4: torch.int32}[values.itemsize])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(MAX_RANKS) as ranks:
-        yield ranks
+pool = rank_pool(MAX_RANKS)
 
 
 @cache
@@ -237,9 +231,7 @@ def check(pool: RankPool | ThreadPool, case: Case, ranks: tuple[int, ...]) -> li
     [("sgd", (1, 2, 3, 4)), ("adagrad", (3,)), ("row_wise_adagrad", (2, 4)), ("adam", (1, 3)), ("ftrl", (2, 4))],
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
-def test_any_number_of_ranks_has_the_bits_of_one_process(
-    threads: ThreadPool, optimizer: str, ranks: tuple[int, ...]
-) -> None:
+def test_any_number_of_ranks_changes_no_bit(threads: ThreadPool, optimizer: str, ranks: tuple[int, ...]) -> None:
     check(threads, Case(optimizer, 8), ranks)
 
 
@@ -248,9 +240,7 @@ def test_any_number_of_ranks_has_the_bits_of_one_process(
     [("row_wise_adagrad", (1, 2, 3, 4)), ("sgd", (3,)), ("adam", (4,)), ("adagrad", (3,)), ("ftrl", (2,))],
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
-def test_pooled_vectors_have_the_bits_of_one_process(
-    threads: ThreadPool, optimizer: str, ranks: tuple[int, ...]
-) -> None:
+def test_pooled_vectors_change_no_bit(threads: ThreadPool, optimizer: str, ranks: tuple[int, ...]) -> None:
     """Also if a step looks up sequences of the same tables, of which rows travel."""
     check(threads, Case(optimizer, 8, pooled=True), ranks)
 
@@ -331,9 +321,8 @@ def make(comm: Communicator | None, *, seed: int, tiers: str | None = None) -> S
     if comm is None:
         emb = alone(seed)
     else:
-        memory = ShardedMemory(
-            comm=comm, shards=shards_of(comm.size), below=memory_of(Case("adam", 4, tiers), comm.rank)
-        )
+        below = memory_of(Case("adam", 4, tiers), comm.rank)
+        memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=below)
         emb = EmbeddingCollection(TABLES, memory=memory, seed=seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
@@ -438,9 +427,7 @@ def fail_to_save(comm: Communicator, folder: Path, tiers: str | None) -> list[To
 
 
 @pytest.mark.parametrize("in_tiers", [False, True])
-def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
-    pool: RankPool, tmp_path: Path, in_tiers: bool
-) -> None:
+def test_a_save_that_one_rank_cannot_end_leaves_the_last(pool: RankPool, tmp_path: Path, in_tiers: bool) -> None:
     folder = tmp_path / "saved"
     found = pool.run(fail_to_save, folder, str(tmp_path / "tiers") if in_tiers else None, num_ranks=3, micro_batches=4)
     for full, manifest, elsewhere in found:
@@ -500,9 +487,7 @@ def read_own(comm: Communicator, folder: Path, tiers: str | None) -> Read:
     comm.counts.sent_bytes.clear()
     hotrow.save_checkpoint(folder, saved.parts)
     sent = sum(comm.counts.sent_bytes.values())
-    assert sent < 0.02 * sum(record.num_bytes for record in read_manifest(folder).files.values()), (
-        comm.counts.sent_bytes
-    )
+    assert sent < 0.02 * sum(record.num_bytes for record in read_manifest(folder).files.values())
     checked, values = [0], [0]
     plain_crc32, plain_open = checkpoint.crc32_of, checkpoint_rows.open_tensors
 
@@ -855,9 +840,8 @@ def test_an_error_on_one_rank_is_raised_on_all(threads: ThreadPool, tmp_path: Pa
         for _, text in found[:2]:
             assert text.startswith("rank 1: feature 'b', sample 1, position 0: id 61 is outside its table of 61 rows")
         assert found[2].text.startswith("the ranks have 2, 2, 1 samples of a batch of 5; of 3 micro-batches they must")
-        assert (
-            found[3].text == "rank 2: a batch was changed after it was announced: with several ranks, change it before"
-        )
+        told = "rank 2: a batch was changed after it was announced: with several ranks, change it before"
+        assert found[3].text == told
         assert "rank 1: the gradient of feature 'a' (table 'rows'), sample 0, column 0 is nan" in found[4].text
         assert found[5].text.startswith("rank 1: a collection in tiers has no state_dict")
 

@@ -3,7 +3,6 @@
 What was written is counted apart from the budget: by the stores' own counters, and the sizes of checkpoints.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from test_resume import config as config_of
 from test_resume import outcome, signal_at
 
 from hotrow.base.files import folder_bytes
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import parts, runs, trainer, wear
 from hotrow.run.folder import RunFolder
+from packed_data import planted
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 
@@ -24,11 +23,7 @@ DRAM = 60_000
 CHANGES = ["optimizer.sparse.name=adagrad", "train.epochs=6"]
 CHECKPOINT = 2020 * 64
 """Bytes: rows of 8 weights and as many sums of squares."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("budget") / "data", table_rows=(600, 20, 1400)).path
+data = planted(table_rows=(600, 20, 1400))
 
 
 def config(data: Path, run: Path, budget: str | None, *changes: str, **memory: Any) -> Any:
@@ -81,9 +76,7 @@ def test_a_budget_that_is_spent_is_said_once_and_changes_nothing(
     assert log.count(f"memory.write_budget is {budget}/day") == 2, "once for people, once with its code"
 
 
-def test_the_rate_of_rows_is_judged_when_caches_are_warm(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rate_is_judged_when_caches_are_warm(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wear, "WARM_UP_STEPS", 20)
     run = runs.train(config(data, tmp_path / "run", "5MB/hour"), quiet=True)
     assert "rows are written at" in warned(run) and run.record.write_budget["share_at_this_rate"] > 1

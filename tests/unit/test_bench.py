@@ -304,9 +304,7 @@ def test_a_bar_is_held_or_not_where_seeds_tell() -> None:
     assert found == [f"at most 0.0005: {said}" for said in wanted]
 
 
-def test_the_other_side_gets_every_row_with_ids_one_higher(
-    make_dataset: Callable[..., PackedDataset], tmp_path: Path
-) -> None:
+def test_the_other_side_gets_ids_one_higher(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data")
     columns, split, row = models.columns_of(dataset, "train"), dataset.split("train"), 0
     for block in map(split.block, range(split.num_blocks)):

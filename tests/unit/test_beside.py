@@ -60,7 +60,7 @@ def write(folder: Path, data: PackedDataset, **changes: Any) -> Path:
 @pytest.mark.slow_but("8192")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
 @pytest.mark.parametrize("batch_size", [64, 8192])
-def test_against_the_memory_of_a_process(
+def test_against_the_process_memory(
     tmp_path: Path, make_dataset: Callable[..., PackedDataset], batch_size: int
 ) -> None:
     """The sum is no less than what a process takes, and of its size: with a large batch, most is not the fixed part."""
@@ -68,9 +68,8 @@ def test_against_the_memory_of_a_process(
         tmp_path / "data", rows={"train": 16_384, "val": 4096, "test": 64}, table_rows=(50,) * 20, rows_per_block=8192
     )
     model = {"embedding_dim": 64, "bottom_mlp": [256], "top_mlp": [256]}
-    config = write(
-        tmp_path, data, model=model, train={"batch_size": batch_size, "max_steps": 4}, checkpoint={"every": 2}
-    )
+    train = {"batch_size": batch_size, "max_steps": 4}
+    config = write(tmp_path, data, model=model, train=train, checkpoint={"every": 2})
     done = subprocess.run([sys.executable, "-c", TRAINED, config], capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)
     taken = facts["peak"] - facts["before"]

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from forked import run_forked
-from hotrow.kernels import ops
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
 from loops import looped
+from store_rig import fails_for_ever, needs_native
+from store_rig import write_rows as write
 
-pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+pytestmark = needs_native
 ROWS = TableRows(table="item", record_bytes=512, num_rows=1000)
 TIER = replace(ROWS, table="item (middle tier)")
 BEFORE: list[Kind] = ["dram", "mapped"]
@@ -31,10 +32,6 @@ def engines() -> Engines:
 def cached(folder: Path, places: int, *, before: Kind = "dram", below: Kind = "block", rows: TableRows = ROWS) -> Store:
     middle = open_store(replace(TIER, num_rows=places), kind=before, path=folder / "middle")
     return open_cached_store(middle, open_store(rows, kind=below, path=folder / "rows", engines=engines()))
-
-
-def write(store: Store, rows: list[int], value: int = 7) -> None:
-    store.write(rows, np.arange(len(rows)), [np.full((len(rows), store.rows.record_bytes), value, np.uint8)])
 
 
 def read(store: Store, rows: list[int]) -> np.ndarray:
@@ -162,19 +159,6 @@ def test_more_rows_than_a_tier_can_name() -> None:
     held_rows = replace(TIER, record_bytes=rows.record_bytes)
     with pytest.raises(ValueError, match="more rows than a tier before it can name"):
         open_cached_store(open_store(held_rows, kind="dram"), open_store(rows, kind="dram"))
-
-
-def fails_for_ever(store: Store, message: str) -> None:
-    for _ in range(2):
-        with pytest.raises(StoreError, match=message):
-            store.flush()
-        with pytest.raises(StoreError, match=message):
-            read(store, [1])
-        with pytest.raises(StoreError, match=message):
-            write(store, [1])
-    assert re.search(message, store.failure() or "")
-    with pytest.raises(StoreError, match=message):
-        store.close()
 
 
 @looped("failing", ["writing", "reading"])

@@ -30,9 +30,8 @@ DTYPES += [torch.uint8, torch.bool]
 
 
 def make_parts(seed: int) -> dict[str, nn.Module | torch.optim.Optimizer]:
-    tables = [
-        TableConfig(name=n, num_embeddings=r, embedding_dim=4, feature_names=(n,)) for n, r in (("a", 9), ("b", 3))
-    ]
+    sizes = (("a", 9), ("b", 3))
+    tables = [TableConfig(name=n, num_embeddings=r, embedding_dim=4, feature_names=(n,)) for n, r in sizes]
     embedding = EmbeddingCollection(tables, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -157,9 +156,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         before = tensors_of(parts)
         with pytest.raises(ValueError, match=rf"{name} has crc32 .* it is damaged"):
             load_checkpoint(path, parts)
-        assert all(torch.equal(before[k], v) for k, v in tensors_of(parts).items()), (
-            "nothing is read before all is checked"
-        )
+        assert all(torch.equal(before[k], v) for k, v in tensors_of(parts).items()), "nothing is read before a check"
     file.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=rf"{name} has {len(whole) - 1} bytes, not {len(whole)}"):
         load_checkpoint(path, parts)

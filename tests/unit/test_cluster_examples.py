@@ -71,14 +71,8 @@ def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begu
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": f"{tmp_path / 'said'}", "HOTROW_ENDS": str(ends)}
     environ["SLURM_RESTART_COUNT"] = str(restarts)
-    done = subprocess.run(
-        ["bash", str(FOLDER / "slurm.sbatch"), "recipe.yaml", str(run), *over.split()],
-        env={**environ, **job},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = ["bash", str(FOLDER / "slurm.sbatch"), "recipe.yaml", str(run), *over.split()]
+    done = subprocess.run(command, env=environ | job, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (ends, "")
     *ranks, last = (tmp_path / "said").read_text().splitlines() + ([] if requeued else [""])
     assert last == ("requeue 17" if requeued else "")

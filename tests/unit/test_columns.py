@@ -96,9 +96,7 @@ def test_lists_become_jagged_keys(array: pa.Array, kind: str, want: list[Any]) -
         *((text, None) for text in ("guest", "12.5", "0x1f", "1_2", "9" * 30, "12 3", "\uff11\uff12", "1e999999999")),
     ],
 )
-def test_a_text_is_the_same_integer_id_in_training_and_scoring(
-    cell: str, want: int | None, encoding: IdEncoding
-) -> None:
+def test_a_text_is_one_integer_id_in_training_and_scoring(cell: str, want: int | None, encoding: IdEncoding) -> None:
     """Training reports what is no id; both read it as missing. Beside other values it is read as by itself."""
     if encoding == "hex":
         want = int(cell, 16) if re.fullmatch("[0-9a-f]{1,8}", cell.strip()) else None
@@ -400,9 +398,7 @@ class SlowFile(io.BytesIO):
 
 
 @pytest.mark.parametrize("text", ["y,a\n", "y,a\n" + "0,1\n" * 1000], ids=["header alone", "four blocks"])
-def test_reading_broken_off_leaves_no_callback_with_arrow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_reading_broken_off_leaves_no_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Arrow's thread would need Python to let go of it, and abort the process where Python is shutting down."""
     noted: list[weakref.ref[Any]] = []
 
@@ -445,18 +441,14 @@ def test_unreadable_files_are_named_with_the_cure(tmp_path: Path) -> None:
         ColumnsSource(tmp_path / "none.csv", schema)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "readme.md").write_text("x")
-    with pytest.raises(
-        ValueError, match=r"folder: no matching file in this folder \(\.parquet.*\.csv.*; it holds readme\.md"
-    ):
+    with pytest.raises(ValueError, match=r"folder: no matching file .*\(\.parquet.*\.csv.*; it holds readme\.md"):
         ColumnsSource(tmp_path / "folder", schema)
     with pytest.raises(ValueError, match=r"\*\.csv: no file matches this pattern"):
         ColumnsSource(str(tmp_path / "folder" / "*.csv"), schema)
 
 
 @pytest.mark.parametrize("line", [b"1,\xff\n", b"1,2,\xff\xfe,3\n"], ids=["a row", "a ragged line"])
-def test_bytes_that_are_not_utf8_are_named_by_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: bytes
-) -> None:
+def test_bytes_not_utf8_are_named_by_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], line: bytes) -> None:
     """Beyond what is looked at first; of a ragged line Arrow printed a traceback."""
     before = b"y,a\n" + b"0,b\n" * 30_000
     (tmp_path / "late.csv").write_bytes(before + line + b"1,b\n" * 10)
@@ -556,9 +548,8 @@ def test_hive_columns_are_those_of_the_path_however_a_file_is_named(tmp_path: Pa
         folder = tmp_path / "t" / f"day={day}" / f"site={site}"
         folder.mkdir(parents=True)
         file = folder / f"p.{kind}"
-        files.append(
-            parquet(file, y=[0, 1], a=[a, a]) if kind == "parquet" else write_csv(file, f"y,a\n0,{a}\n1,{a}\n")
-        )
+        text = f"y,a\n0,{a}\n1,{a}\n"
+        files.append(parquet(file, y=[0, 1], a=[a, a]) if kind == "parquet" else write_csv(file, text))
     schema = schema_of({"column": "a", "type": "int"}, {"column": "day", "type": "int"}, "site")
     want = {"a": [5, 5, 6, 6], "day": [2, 2, 10, 10], "site": ["x", "x", None, None]}
     for paths in (tmp_path / "t", str(tmp_path / "t" / "*" / "*" / "p.*"), files, [f.parent for f in files]):
@@ -602,11 +593,8 @@ def three_files(tmp_path: Path) -> dict[str, list[Path]]:
     rng = np.random.default_rng(3)
     names: dict[str, list[Path]] = {"csv": [], "parquet": []}
     for i, n in enumerate((17, 1, 22)):
-        columns = {
-            "y": rng.integers(0, 2, n),
-            "a": [f"k{k}" for k in rng.integers(0, 9, n)],
-            "t": np.arange(n) + 100 * i,
-        }
+        columns = {"y": rng.integers(0, 2, n), "a": [f"k{k}" for k in rng.integers(0, 9, n)]}
+        columns["t"] = np.arange(n) + 100 * i
         names["parquet"].append(parquet(tmp_path / f"{i}.parquet", **columns))
         text = "\n".join(["y,a,t", *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))])
         names["csv"].append(write_csv(tmp_path / f"{i}.csv", text))
@@ -615,9 +603,7 @@ def three_files(tmp_path: Path) -> dict[str, list[Path]]:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 1000])
-def test_every_position_resumes_to_the_same_rows(
-    three_files: dict[str, list[Path]], kind: str, rows_per_chunk: int
-) -> None:
+def test_every_position_resumes_alike(three_files: dict[str, list[Path]], kind: str, rows_per_chunk: int) -> None:
     source = ColumnsSource(three_files[kind], schema_of("a", time="t"))
     whole = read(source)
     assert len(whole["label"]) == 40

@@ -117,9 +117,8 @@ def test_the_error_of_auc_against_delong_by_pairs() -> None:
 def test_the_error_of_a_loss_is_that_of_paired_losses() -> None:
     objective = OBJECTIVES["binary_cross_entropy"]
     first, second, labels = two_models(objective, 300)
-    one, other = (
-        -np.log(np.where(labels, p, 1 - p)) for p in (1 / (1 + np.exp(-z.astype(float))) for z in (first, second))
-    )
+    scores = (1 / (1 + np.exp(-z.astype(float))) for z in (first, second))
+    one, other = (-np.log(np.where(labels, p, 1 - p)) for p in scores)
     assert compared(objective, first, second, labels)["logloss"]["error"] == pytest.approx(sem(other - one))
 
 

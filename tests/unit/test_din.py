@@ -65,12 +65,8 @@ class PlainDIN(nn.Module):
         self.names = embedding.feature_names
         weights = {name: embedding.weights[name].double() for name in ROWS}
         self.tables = nn.ParameterDict({name: nn.Parameter(own.clone()) for name, own in weights.items()})
-        self.units = nn.ModuleDict(
-            {
-                history: plain_mlp(one.mlp.layers)
-                for history, one in zip(model.histories.values(), model.attentions, strict=True)
-            }
-        )
+        pairs = zip(model.histories.values(), model.attentions, strict=True)
+        self.units = nn.ModuleDict({history: plain_mlp(one.mlp.layers) for history, one in pairs})
         self.top = plain_mlp(model.top.layers)
 
     def forward(self, dense: Tensor, ids: dict[str, list[list[int]]], *, filler: int) -> Tensor:

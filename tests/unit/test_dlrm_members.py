@@ -1,6 +1,8 @@
-"""Dropout and members of DLRM against plain torch and NumPy's own Philox."""
+"""Dropout, pieces and members of DLRM against plain torch and NumPy's own Philox."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotrow.models.dlrm import DLRM, DLRMs, DLRMSpec
+from hotrow.models.dlrm import DLRM, DLRMs, DLRMSpec, Pieces
 from hotrow.models.layers import Dropout
 
 B, F, D, N = 50, 3, 4, 5
 
 
-def built(seed: int = 0, **options: Any) -> Any:
+def built(seed: int = 0, *, num_dense: int = N, edges: Sequence[Sequence[float]] = (), **options: Any) -> Any:
     spec = DLRMSpec(embedding_dim=D, bottom_mlp=[7], top_mlp=[9, 6], **options)
     generator = torch.Generator().manual_seed(seed)
-    return spec.build(num_dense=N, dims=dict.fromkeys("abc", D * spec.members), generator=generator)
+    dims = dict.fromkeys("abc", D * spec.members)
+    return spec.build(num_dense=num_dense, dims=dims, generator=generator, edges=edges)
 
 
 def inputs(columns: int = D) -> tuple[Tensor, Tensor]:
@@ -65,9 +68,8 @@ def test_a_step_with_dropout_is_that_of_plain_torch() -> None:
 def test_nothing_is_dropped_outside_of_a_step() -> None:
     dense, pooled = inputs()
     options = {"concatenated": True, "first_order": True}
-    assert torch.equal(
-        built(dropout=0.3, embedding_dropout=0.4, **options)(dense, pooled), built(**options)(dense, pooled)
-    )
+    drops = built(dropout=0.3, embedding_dropout=0.4, **options)
+    assert torch.equal(drops(dense, pooled), built(**options)(dense, pooled))
 
 
 def test_a_step_without_dropout_computes_what_scoring_computes() -> None:
@@ -119,18 +121,8 @@ def test_members_are_dlrms_side_by_side() -> None:
     model, (dense, pooled) = built(members=3, first_order=True), inputs(3 * D)
     assert isinstance(model, DLRMs)
     generator = torch.Generator().manual_seed(0)
-    alone = [
-        DLRM(
-            num_dense=N,
-            num_features=F,
-            embedding_dim=D,
-            bottom_mlp=[7],
-            top_mlp=[9, 6],
-            first_order=True,
-            generator=generator,
-        )
-        for _ in range(3)
-    ]
+    sizes: Any = {"num_dense": N, "num_features": F, "embedding_dim": D, "bottom_mlp": [7], "top_mlp": [9, 6]}
+    alone = [DLRM(**sizes, first_order=True, generator=generator) for _ in range(3)]
     rows = pooled.view(B, F, 3, D)
     logits = torch.stack([own(dense, rows[:, :, k].reshape(B, F * D)) for k, own in enumerate(alone)])
     torch.testing.assert_close(model(dense, pooled), logits.mean(0))
@@ -154,3 +146,37 @@ def test_a_step_of_members_has_the_bits_that_each_has_alone() -> None:
         torch.stack(alone).sum().backward()
     assert torch.equal(logits, torch.stack(alone)) and torch.equal(together.grad, apart.grad)
     assert all(torch.equal(one, own.grad) for one, own in zip(grads, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_numbers_also_come_in_pieces(members: int) -> None:
+    """One for each two neighbouring edges of a column, as if they had been dense inputs behind the others; a row has
+    the same bits alone, beside others, and where all rows share their numbers without a copy."""
+    edges = [[-1.0, -0.25, 0.5, 2.0], [], [0.0, 1e-30], [3.0], [-3e38, 3e38]]
+    options: dict[str, Any] = {"concatenated": True, "first_order": True, "members": members}
+    (dense, pooled), tiny = inputs(D * members), torch.finfo(torch.float32).tiny
+    dense[:8, 0] = torch.tensor([-1, -0.25, 0.5, 2, -0.0, -tiny / 2, 3e38, -3e38])
+    dense[:8, 2] = torch.tensor([0, 1e-30, 4e-31, -0.0, tiny, tiny / 2, 3e38, -3e38])
+    pieces = [
+        [min(max((np.float64(x) - low) / (high - low), 0), 1) for x in dense[:, i].numpy()]
+        for i, own in enumerate(edges)
+        for low, high in pairwise(own)
+    ]
+    model, wide = built(edges=edges, **options), built(num_dense=N + len(pieces), **options)
+    every = torch.cat([dense, torch.tensor(np.array(pieces), dtype=torch.float32).T], 1)
+    assert model.state_dict().keys() == wide.state_dict().keys(), "edges are not weights"
+    (layer,) = {id(own): own for own in model.modules() if isinstance(own, Pieces)}.values()
+    torch.testing.assert_close(layer(dense), every, rtol=1e-6, atol=1e-6)
+    assert torch.equal(layer(dense)[:, :N], dense)
+    for own in (model, wide):
+        for name, parameter in own.named_parameters():
+            if "first_order" in name:
+                parameter.data += torch.linspace(-1, 1, len(parameter))
+    found = model(dense, pooled)
+    assert torch.equal(found, wide(layer(dense), pooled))
+    for row in range(12):
+        own = slice(row, row + 1)
+        torch.testing.assert_close(model(dense[own], pooled[own]), found[own], rtol=0, atol=0, equal_nan=True)
+        shared = dense[row].expand(B, -1)
+        found_shared, copied = model(shared, pooled), model(shared.contiguous(), pooled)
+        torch.testing.assert_close(found_shared, copied, rtol=0, atol=0, equal_nan=True)

@@ -30,9 +30,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_from_fit_to_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[list[str]]) -> None:
-    (logs := tmp_path / "clicks.csv").write_text(
-        "click,user\n" + "".join(f"{k % 3 // 2},{k % 40}\n" for k in range(600))
-    )
+    lines = "".join(f"{k % 3 // 2},{k % 40}\n" for k in range(600))
+    (logs := tmp_path / "clicks.csv").write_text("click,user\n" + lines)
     monkeypatch.setattr(sys, "argv", ["hotrow", "fit", str(logs), "--label", "click", "--split", "random"])
     sys.argv += ["--set", f"run={tmp_path}/run", "--set", "train.max_steps=2"]
     with pytest.raises(SystemExit, match="0"):

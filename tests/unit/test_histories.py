@@ -1,7 +1,5 @@
 """examples/histories.py against a walk through the events with plain lists and dictionaries, and law 6."""
 
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from examples import histories
 from examples.histories import samples
+from forked import run_python
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.registry import open_source
@@ -33,14 +32,8 @@ def made_of(events: pl.DataFrame, **options: Any) -> dict[str, list[Any]]:
 def make_events(num_events: int = 4000, *, num_users: int = 60, num_items: int = 300, seed: int = 0) -> pl.DataFrame:
     rng = np.random.default_rng(seed)
     item = rng.zipf(1.3, num_events) % num_items
-    return pl.DataFrame(
-        {
-            "user": rng.zipf(1.5, num_events) % num_users - 5,
-            "item": item,
-            "category": item % 17,
-            "time": rng.permutation(num_events) * 3 - 1000,
-        }
-    )
+    user, time = rng.zipf(1.5, num_events) % num_users - 5, rng.permutation(num_events) * 3 - 1000
+    return pl.DataFrame({"user": user, "item": item, "category": item % 17, "time": time})
 
 
 @pytest.mark.parametrize(
@@ -114,9 +107,8 @@ def test_the_order_of_the_events_moves_nothing() -> None:
 
 def test_rows_without_a_negative_are_left_out_and_counted() -> None:
     """Nothing was seen before the first second; then item 1 alone, which is in the history or the target itself."""
-    events = pl.DataFrame(
-        {"user": [1, 1, 1, 2, 2], "item": [1, 1, 2, 1, 2], "time": [5, 5, 6, 7, 8], "category": [0] * 5}
-    )
+    columns = {"user": [1, 1, 1, 2, 2], "item": [1, 1, 2, 1, 2], "time": [5, 5, 6, 7, 8]}
+    events = pl.DataFrame(columns | {"category": [0] * 5})
     assert [(table.num_rows, left_out) for table, left_out in samples(events)] == [(0, 3)]
     more = pl.DataFrame({"user": [3], "item": [3], "time": [6], "category": [9]})
     ((table, left_out),) = samples(pl.concat([events, more]))
@@ -128,10 +120,8 @@ def test_rows_without_a_negative_are_left_out_and_counted() -> None:
 def test_the_published_layout(tmp_path: Path) -> None:
     path, out = tmp_path / "UserBehavior.csv", tmp_path / "rows.parquet"
     path.write_text("\n".join(LINES) + "\n")
-    said = subprocess.run(
-        [sys.executable, str(EXAMPLE), str(path), str(out), "--length", "2"], capture_output=True, text=True, check=True
-    )
-    assert said.stdout == "8 rows; 0 targets left out, for which no negative was found\n"
+    said = run_python(EXAMPLE, path, out, "--length", 2)
+    assert said == "8 rows; 0 targets left out, for which no negative was found\n"
     rows = read(open_source("parquet", out, schema=load_schema(SCHEMA)).source)
     positives = [[rows[name][i] for name in ("user", "item", "item_history")] for i in range(0, len(rows["label"]), 2)]
     assert positives == [[3, 4, [9]], [7, 5, [4]], [7, 6, [4, 5]], [7, 5, [5, 6]]]

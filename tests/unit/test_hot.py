@@ -18,15 +18,11 @@ from hotrow.hot.calibrate import CHUNKS, CONFIDENCE, T_QUANTILE, WAYS, calibrate
 from hotrow.hot.hot_set import HotRows, HotSet, TableUse, count_accesses, hot_samples, most_accessed
 from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
 from hotrow.inspect.report import estimate_sentences, print_inspection, size
+from packed_data import planted
 
 TABLE_ROWS = (60_000, 200, 30_000)
 RECORD_BYTES = {"t0": 64, "t1": 64, "t2": 96}
-
-
-@pytest.fixture(scope="module")
-def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    rows = {"train": 5000, "val": 64, "test": 64}
-    return make_dataset(tmp_path_factory.mktemp("hot") / "data", rows=rows, table_rows=TABLE_ROWS, rows_per_block=512)
+dataset = planted(opened=True, rows={"train": 5000, "val": 64, "test": 64}, table_rows=TABLE_ROWS, rows_per_block=512)
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +38,7 @@ def ids_of_samples(dataset: PackedDataset) -> list[dict[str, set[int]]]:
         for r in range(len(block.label)):
             own: dict[str, set[int]] = {name: set() for name in RECORD_BYTES}
             for feature, ids in zip(dataset.info.features, block.ids, strict=True):
-                row = (
-                    ids.values[ids.row_splits[r] : ids.row_splits[r + 1]] if isinstance(ids, Ragged) else ids[r : r + 1]
-                )
+                row = ids.values[slice(*ids.row_splits[r : r + 2])] if isinstance(ids, Ragged) else ids[r : r + 1]
                 own[feature.table] |= set(row.tolist())
             found.append(own)
     return found

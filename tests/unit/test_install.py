@@ -99,9 +99,7 @@ def test_another_torch_is_not_kept(
     assert said in out and "keeping" not in out
 
 
-def test_the_triton_of_a_kept_torch_is_not_pinned(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_triton_is_not_pinned(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calling_environment(tmp_path, monkeypatch, torch="__version__ = '2.11.0'", triton="__version__ = '3.4.0'")
     install.make_venv()
     assert imported("triton") == "3.4.0"

@@ -55,9 +55,8 @@ def test_selected_rows_are_those_rows(made: tuple[list[Column], list[bool]], kin
     n = len(rows[0])
     mask = np.array([random.random() < 0.5 for _ in range(n)], dtype=bool)
     keys = {str(i): keys_of(c, kind, one_hot=s) for i, (c, s) in enumerate(zip(rows, one_hot, strict=True))}
-    chunk = Chunk(
-        n, np.arange(n, dtype=np.float32), np.arange(2 * n, dtype=np.float32).reshape(n, 2), keys, Position(1, 2)
-    )
+    label, dense = np.arange(n, dtype=np.float32), np.arange(2 * n, dtype=np.float32).reshape(n, 2)
+    chunk = Chunk(n, label, dense, keys, Position(1, 2))
     kept = select_rows(chunk, mask)
     assert kept.num_rows == mask.sum() and kept.position == Position(1, 2)
     assert kept.label is not None and kept.label.tolist() == np.flatnonzero(mask).tolist()

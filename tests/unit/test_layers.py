@@ -130,8 +130,8 @@ SUMS = """
 """
 """torch's products and sums, what adds up in backward, and what computes the end of a thread's share in another way: on
 some processor and for some size, each depends on an address or on the number of threads."""
-EXACT = {("tbsm", "repeat_interleave")}
-"""Of numbers of samples, not of floats."""
+EXACT = {("tbsm", "repeat_interleave"), ("dlrm", "index_select")}
+"""Of numbers of samples, not of floats; of dense inputs, which need no gradient."""
 
 
 def test_models_take_products_and_sums_from_layers() -> None:

@@ -55,9 +55,8 @@ def test_all_tables_together_against_adding_up() -> None:
     different = sum(len(np.unique(own)) for own in ids.values())
     assert found.first(per="lookup") == pytest.approx(different / 12_000)
     assert found.first(per="row") == pytest.approx(different / sum(firsts))
-    assert found.overlap(1) == pytest.approx(
-        sum(own.overlap[1] * n for own, n in zip(alone, rows, strict=True)) / sum(rows)
-    )
+    overlaps = sum(own.overlap[1] * n for own, n in zip(alone, rows, strict=True))
+    assert found.overlap(1) == pytest.approx(overlaps / sum(rows))
     assert found.overlap(100) is None
 
 

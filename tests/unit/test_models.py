@@ -30,9 +30,8 @@ def names(num_features: int) -> list[str]:
 
 def built(spec: ModelSpec, *, num_dense: int, feature_names: Sequence[str], seed: int) -> Network:
     assert isinstance(spec.embedding_dim, int)
-    return spec.build(
-        num_dense=num_dense, dims=dict.fromkeys(feature_names, spec.embedding_dim), generator=seeded(seed)
-    )
+    dims = dict.fromkeys(feature_names, spec.embedding_dim)
+    return spec.build(num_dense=num_dense, dims=dims, generator=seeded(seed))
 
 
 def test_linear_is_drawn_as_in_the_reference() -> None:
@@ -101,15 +100,9 @@ def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
 
 @looped("num_dense", [0, 1, 4])
 def test_first_order_against_plain_torch(num_dense: int) -> None:
-    model, without = (
-        built(
-            DLRMSpec(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order),
-            num_dense=num_dense,
-            feature_names=names(5),
-            seed=3,
-        )
-        for first_order in (True, False)
-    )
+    options = {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [12, 6]}
+    specs = (DLRMSpec(**options, first_order=first_order) for first_order in (True, False))
+    model, without = (built(spec, num_dense=num_dense, feature_names=names(5), seed=3) for spec in specs)
     assert model.load_state_dict(without.state_dict(), strict=False).missing_keys == ["first_order_I"]
     dense = torch.randn(7, num_dense, generator=seeded(1))
     pooled = torch.randn(7, 5, 8, generator=seeded(2), requires_grad=True)

@@ -27,10 +27,7 @@ ROWS, DIM = 12, 3
 
 
 def tables(*names: str, **options: Any) -> list[TableConfig]:
-    return [
-        TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=(name,), **options)
-        for name in names
-    ]
+    return [TableConfig(name=n, num_embeddings=ROWS, embedding_dim=DIM, feature_names=(n,), **options) for n in names]
 
 
 @pytest.fixture(params=["dram", "tiers"])
@@ -305,9 +302,7 @@ def test_a_forgotten_step_is_said_once_at_the_third_batch() -> None:
     optimizer = SGD(emb, lr=0.1)
     for number in range(2):
         emb(ids(number)).sum().backward()
-    with pytest.warns(
-        UserWarning, match=r"3 batches wait for the optimizer of tables a, b; .*step\(\) of the SGD"
-    ) as said:
+    with pytest.warns(UserWarning, match=r"3 batches wait for the optimizer of tables a, b; .*step\(\) of") as said:
         for number in range(5):
             emb(ids(number)).sum().backward()
     assert len(said) == 1
@@ -627,14 +622,11 @@ class BagCollection(nn.Module):
 
 
 def test_from_torchrec_and_back_by_its_interface() -> None:
-    theirs = BagCollection(
-        Config("user", ["u"], pooling=Pooling("SUM")), Config("item", ["x", "y"], pooling=Pooling("MEAN"))
-    )
+    user, item = Config("user", ["u"], pooling=Pooling("SUM")), Config("item", ["x", "y"], pooling=Pooling("MEAN"))
+    theirs = BagCollection(user, item)
     ours = EmbeddingCollection.from_torchrec(theirs)
-    assert [(t.name, t.feature_names, t.pooling) for t in ours.tables] == [
-        ("user", ("u",), "sum"),
-        ("item", ("x", "y"), "mean"),
-    ]
+    found = [(t.name, t.feature_names, t.pooling) for t in ours.tables]
+    assert found == [("user", ("u",), "sum"), ("item", ("x", "y"), "mean")]
     state = ours.torchrec_state_dict()
     assert state.keys() == theirs.state_dict().keys()
     assert all(torch.equal(weight, theirs.state_dict()[name]) for name, weight in state.items())

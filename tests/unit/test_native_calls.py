@@ -3,8 +3,6 @@ end of the process."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forked import run_python
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
 from hotrow.kernels.types import Layout, Rule
@@ -117,13 +116,5 @@ print(tries)
 )
 def test_without_memory_a_call_raises_and_leaves_nothing_half_made(script: str, environment: dict[str, str]) -> None:
     """Counters and lists of a sort are made on the threads; a bad_alloc that left one would end the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", NO_MEMORY + script],
-        env={**os.environ, **environment, "OMP_WAIT_POLICY": "passive"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 5
+    said = run_python("-c", NO_MEMORY + script, env={**environment, "OMP_WAIT_POLICY": "passive"}, timeout=60)
+    assert int(said) > 5

@@ -161,9 +161,7 @@ def test_a_rate_that_is_no_longer_finite_changes_nothing(optimizer_class: type, 
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[1]["lr"] = lr
     emb(torch.tensor([[1, 2], [3, 4]])).sum().backward()
-    with pytest.raises(
-        ValueError, match=f"table 'b': lr is {lr} and lr_scale 1.0; no row has changed: both must be finite"
-    ):
+    with pytest.raises(ValueError, match=f"table 'b': lr is {lr} and lr_scale 1.0; no row has changed: both must be"):
         optimizer.step()
     optimizer.param_groups[1]["lr"] = 0.1
     after = optimizer.state_dict()
@@ -361,9 +359,7 @@ def reference_lr(step: int, base: float, warmup: int, start: int, decay: int) ->
     if count < warmup:
         return base * (1.0 - (warmup - count) / warmup)
     if decay == 0 or count < start:
-        return (
-            base  # where there is a decay, the reference stays at its last warm-up rate: the deviation in the docstring
-        )
+        return base  # with a decay, the reference stays at its last warm-up rate: the deviation in the docstring
     count = min(count, start + decay - 1)  # "freeze at last"
     return max(0.0000001, base * ((decay - (count - start)) / decay) ** 2)
 

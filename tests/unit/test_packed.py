@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import struct
 import zlib
 from dataclasses import replace
@@ -254,10 +255,8 @@ def test_a_full_disk_keeps_finished_parts(tmp_path: Path, rows: Rows, monkeypatc
     assert error.value.errno == errno.ENOSPC
     cure = "2 finished part(s) with 600 rows are kept. Free some space, then run the same command again"
     assert cure in str(error.value)
-    assert sorted(path.name for path in (tmp_path / "data" / "train").iterdir()) == [
-        "part-00000.arrow",
-        "part-00001.arrow",
-    ]
+    parts = sorted(path.name for path in (tmp_path / "data" / "train").iterdir())
+    assert parts == ["part-00000.arrow", "part-00001.arrow"]
     with PackedWriter(tmp_path / "data", make_info(), rows_per_part=300, rows_per_block=100) as writer:
         append_rows_to(writer, "train", rows.slice(writer.finished_rows("train"), 1037))
         assert_holds(writer.close(), "train", rows)
@@ -308,9 +307,8 @@ def test_a_bad_row_of_a_list_is_named(tmp_path: Path) -> None:
     bag = (np.array([1, 2, 100_000, 3]), np.array([0, 2, 2, 4]))
     fine = (np.array([1]), np.array([0, 0, 0, 1]))
     with PackedWriter(tmp_path / "data", make_info()) as writer:
-        writer.append(
-            "train", [0] * 3, np.zeros((3, 2)), {"row": np.arange(3), "item": np.arange(3), "bag": bag, "past": fine}
-        )
+        ids = {"row": np.arange(3), "item": np.arange(3), "bag": bag, "past": fine}
+        writer.append("train", [0] * 3, np.zeros((3, 2)), ids)
         with pytest.raises(ValueError, match="column 'bag', row 2: id is 100000"):
             writer.close()
 
@@ -395,3 +393,21 @@ def test_labels_of_another_number_are_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"label has shape \(20, 1\); it must be \[20, 2\]"),
     ):
         writer.append("train", rows.label, rows.dense, rows.sparse)
+
+
+def test_edges_are_boundaries_as_numbers_at_them_are_stored() -> None:
+    """Those that the transform makes equal, or that no float32 tells apart or holds, are one; of many every second."""
+    columns = {
+        "log1p_clip0": ([-5, -1, 0, 1, 7], [0, math.log(2), math.log(8)]),
+        "standardize(mean=10.0, std=4.0)": ([2, 10, 12], [-2, 0, 0.5]),
+        "identity": ([1, 1 + 1e-9, 2, 3e38, 1e39], [1, 2, 3e38]),
+        "clip(low=0.0)": ([0, 1e-45, 1], [0, 1]),
+        "standardize": (list(range(50)), list(range(0, 50, 3))),
+        "none": (None, []),
+    }
+    dense = tuple(DenseColumn(f"d{i}", transform) for i, transform in enumerate(columns))
+    buckets = [{"column": f"d{i}", "buckets": raw} for i, (raw, _) in enumerate(columns.values())]
+    info = replace(make_info(), dense=dense, ids={"schema": {"categorical": [{"column": "user"}, *buckets]}})
+    for found, (_, edges) in zip(info.edges, columns.values(), strict=True):
+        assert found == [float(np.float32(edge)) for edge in edges]
+    assert replace(info, ids={}).edges == [[]] * len(columns)

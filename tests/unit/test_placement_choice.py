@@ -171,9 +171,7 @@ def test_where_none_were_counted_shares_are_equal(tmp_path: Path) -> None:
     ("kind", "what"),
     [("tmpfs", "is memory"), *((name, "is on a network file system") for name in ("nfs4", "smb3", "fuse.glusterfs"))],
 )
-def test_what_is_no_disk_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
-) -> None:
+def test_what_is_no_disk_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str) -> None:
     monkeypatch.setattr("hotrow.placement.store_file.file_system", lambda path: kind)
     with pytest.raises(ValueError, match=rf"memory\.ssd is '{tmp_path}.*{what} \({kind}\).*memory\.force"):
         choose(config({"ssd": str(tmp_path)}), TABLES, tmp_path)

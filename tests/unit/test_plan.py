@@ -169,9 +169,8 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
             cache.move_to_end(row)
         while len(cache) > cached:
             cache.popitem(last=False)
-    assert expected_hits([use], [TableSlots(pinned, cached)]) / use.rows_per_step == pytest.approx(
-        hits / rows, abs=0.02
-    )
+    found = expected_hits([use], [TableSlots(pinned, cached)]) / use.rows_per_step
+    assert found == pytest.approx(hits / rows, abs=0.02)
 
 
 @looped(("pinned", "cached"), [(0, 30), (11, 100), (0, 900)])
@@ -371,9 +370,8 @@ def misses_per_step(
 @looped("parts", [10, 32])
 def test_misses_against_the_best_that_any_fixed_set_of_rows_does(tmp_path: Path, parts: int) -> None:
     """Real ones, by the caches' own counters, of batches looked ahead to."""
-    rates = {
-        name: zipf_counts(n, z, 128.0) for name, n, z in (("a", 40_000, 1.05), ("b", 40_000, 0.9), ("c", 300, 1.05))
-    }
+    laws = (("a", 40_000, 1.05), ("b", 40_000, 0.9), ("c", 300, 1.05))
+    rates = {name: zipf_counts(n, z, 128.0) for name, n, z in laws}
     budget = sum(map(len, rates.values())) * 64 * 2 // parts
     plan = plan_by_counts(rates, num_steps=1, depth=4)
     planned, slots, overflown = misses_per_step(tmp_path, plan, rates, budget, depth=4)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import hotrow.api
+from forked import run_python
 from hotrow.data.sources.options import NAMES
 
 pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
@@ -57,17 +58,14 @@ def test_fit_is_documented_and_runs_as_shown(folder_with_clicks: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "docs.py")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(ROOT / "scripts" / "docs.py")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="mkdocs-material is not installed; `make docs` brings it")
     out = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "docs.py"), str(out)], check=True, capture_output=True)
+    run_python(ROOT / "scripts" / "docs.py", out)
     return out
 
 

@@ -68,9 +68,8 @@ def test_a_recipe_for_one_model_trains_another(tmp_path: Path) -> None:
     rows = {"click": [0, 1, 1, 0] * 40, "user": [f"u{k % 7}" for k in range(160)]}
     recipe = {"model": {"bottom_mlp": [4], "embedding_dim": 3}, "train": {"max_steps": 2, "threads": 1}}
     with pytest.warns(UserWarning, match=r"model\.bottom_mlp"):
-        run = hotrow.fit(
-            rows, label="click", config=recipe, model="dcn", deep_mlp=[5], run=tmp_path / "run", quiet=True
-        )
+        told = {"label": "click", "config": recipe, "run": tmp_path / "run", "quiet": True}
+        run = hotrow.fit(rows, model="dcn", deep_mlp=[5], **told)
     model = hotrow.load_config(run.path / "config.yaml").model
     assert model.model_dump(exclude_defaults=True) == {"embedding_dim": 3, "deep_mlp": [5]}
     assert recipe["model"] == {"bottom_mlp": [4], "embedding_dim": 3}

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +24,7 @@ from hotrow.run import folder as run_folder
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from loops import looped
+from packed_data import planted
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
 MAX_BYTES = 1_500_000
@@ -171,15 +171,10 @@ def config_for(dataset: PackedDataset, run: Path, **train: Any) -> Any:
     return make_config(raw)
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    sizes = {"train": 256, "val": 64, "test": 64}
-    return make_dataset(tmp_path_factory.mktemp("data") / "data", rows=sizes, counts=True)
+dataset = planted(opened=True, rows={"train": 256, "val": 64, "test": 64}, counts=True)
 
 
-def test_every_end_of_a_run_leaves_a_page(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_end_leaves_a_page(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = runs.train(config_for(dataset, tmp_path / "whole"), quiet=True)
     auc = whole.record.metrics["test"]["auc"]  # type: ignore[index]
     assert f"{auc:.4f}" in Elements((whole.path / "report.html").read_text()).text

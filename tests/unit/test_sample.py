@@ -41,9 +41,8 @@ def late(num_rows: int = ROWS, first: int = 20_000) -> pa.Table:
     click = rng.random(num_rows) < 0.1 + 0.15 * kind * (number >= first)
     feature = pa.array([f"kind {k}" for k in kind], pa.string(), mask=number < first)
     group = [f"g{n * 20 // num_rows}" for n in number]
-    return pa.table(
-        {"click": click.astype(int), "user": rng.integers(0, 900, num_rows), "new": feature, "group": group}
-    )
+    user = rng.integers(0, 900, num_rows)
+    return pa.table({"click": click.astype(int), "user": user, "new": feature, "group": group})
 
 
 def as_csv(table: pa.Table, path: Path) -> None:
@@ -56,9 +55,8 @@ def as_gzip(table: pa.Table, path: Path) -> None:
 
 
 def as_json(table: pa.Table, path: Path) -> None:
-    path.write_text(
-        "".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in table.to_pylist())
-    )
+    rows = ({k: v for k, v in row.items() if v is not None} for row in table.to_pylist())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def as_parquet(table: pa.Table, path: Path) -> None:
@@ -128,9 +126,8 @@ def test_rows_have_their_numbers_in_the_table(suffix: str, num_files: int, tmp_p
 def test_members_that_come_late_are_columns_to_prepare(tmp_path: Path) -> None:
     """The first 4 MiB of the first file decided; preparation then refused the column."""
     pad = "x" * 300
-    rows = (
-        {"click": i % 2, "user": i % 90, "pad": pad} | ({"new": i % 7} if i > 15_000 else {}) for i in range(20_000)
-    )
+    more = ({"new": i % 7} if i > 15_000 else {} for i in range(20_000))
+    rows = ({"click": i % 2, "user": i % 90, "pad": pad} | own for i, own in enumerate(more))
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "2.jsonl").write_text('{"click": 1, "other": 5}\n' * 50)
     schema = guess_columns(tmp_path, label="click", categorical=["new", "user"]).schema()
@@ -177,9 +174,7 @@ def test_what_is_wrong_is_named_with_its_line_in_the_file(tmp_path: Path) -> Non
 
 
 @looped("suffix", ["csv", "jsonl"])
-def test_rows_that_exceed_memory_are_read_from_disk(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_beyond_memory_are_read_from_disk(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FORMATS[suffix](late(3000), tmp_path / f"x.{suffix}")
     held = sample_of(tmp_path / f"x.{suffix}").rows
     monkeypatch.setattr(kept, "IN_MEMORY_BYTES", 1000)

@@ -44,9 +44,8 @@ def test_loss_and_gradients_against_loops(num_samples: int, num_items: int) -> N
     mine, theirs = outputs.clone().requires_grad_(), outputs.clone().requires_grad_()
     loss = SampledSoftmax().loss(mine, labels, num_samples)
     if num_samples > STRETCH:  # loops over all would take minutes: the stretches are what is to be seen
-        parts = [
-            SampledSoftmax().summed(*each) for each in zip(theirs.split(STRETCH), labels.split(STRETCH), strict=True)
-        ]
+        pairs = zip(theirs.split(STRETCH), labels.split(STRETCH), strict=True)
+        parts = [SampledSoftmax().summed(*each) for each in pairs]
         truth = sum(parts, torch.zeros(())) / num_samples
     else:
         truth = by_loops(theirs, labels) / num_samples

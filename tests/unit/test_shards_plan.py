@@ -38,13 +38,9 @@ COUNTS = {each.name: zipf(each.num_embeddings) for each in TABLES}
 
 def dataset(counts: dict[str, np.ndarray] | None = None) -> Any:
     counts = COUNTS if counts is None else counts
-    return SimpleNamespace(
-        path=Path("data"),
-        has_counts=bool(counts),
-        is_ranked=bool(counts),
-        counts=lambda name: counts[name],
-        split=lambda name: SimpleNamespace(num_rows=SAMPLES),
-    )
+    split, has = SimpleNamespace(num_rows=SAMPLES), bool(counts)
+    of = {"counts": lambda name: counts[name], "split": lambda name: split}
+    return SimpleNamespace(path=Path("data"), has_counts=has, is_ranked=has, **of)
 
 
 def config(**parallel: Any) -> Any:
@@ -216,9 +212,7 @@ def shared_out(tables: list[TableConfig], found: dict[str, Shard], num_ranks: in
 
 @looped(("num_tables", "num_ranks"), [(1, 2), (1, 4), (2, 3), (2, 8), (3, 4), (8, 32), (13, 8)])
 @looped("asked", [{}, {"exchange": "pooled"}])
-def test_few_tables_are_cut_by_columns_until_ranks_are_even(
-    num_tables: int, num_ranks: int, asked: dict[str, Any]
-) -> None:
+def test_few_tables_are_cut_until_ranks_are_even(num_tables: int, num_ranks: int, asked: dict[str, Any]) -> None:
     tables, data = long_bags(*(100_000,) * num_tables)
     raw = {"data": "d", "train": {"batch_size": BATCH}, "parallel": asked}
     found = shards_of(make_config(raw | {"optimizer": {"sparse": {"name": "adagrad"}}}), tables, data, num_ranks)
@@ -227,19 +221,15 @@ def test_few_tables_are_cut_by_columns_until_ranks_are_even(
     assert sum(held) == 16 * num_tables and max(held) <= MAX_UNEVEN * np.mean(held)
     line = shards_line(tables, found, num_ranks)
     assert f"{sum(own.is_cut for own in found.values())} cut by columns among ranks that send pooled vectors" in line
-    whole = shards_of(
-        make_config(raw | {"optimizer": {"sparse": {"name": "row_wise_adagrad"}}}), tables, data, num_ranks
-    )
+    row_wise = {"optimizer": {"sparse": {"name": "row_wise_adagrad"}}}
+    whole = shards_of(make_config(raw | row_wise), tables, data, num_ranks)
     assert not any(own.is_cut for own in whole.values()), "its rows have one number each"
 
 
 def test_columns_that_are_asked_for() -> None:
     tables, data = [table("a", 90_000, 19), table("b", 90_000, 4), table("c", 90_000, 64)], dataset({})
-    raw = {
-        "data": "d",
-        "optimizer": {"sparse": {"name": "adam"}},
-        "parallel": {"sharding": dict.fromkeys("abc", "column")},
-    }
+    sharding, adam = dict.fromkeys("abc", "column"), {"sparse": {"name": "adam"}}
+    raw = {"data": "d", "optimizer": adam, "parallel": {"sharding": sharding}}
     found = shards_of(make_config(raw), tables, data, 6)
     assert [(own.exchange, len(own.owners)) for own in found.values()] == [("pooled", 5), ("pooled", 1), ("pooled", 6)]
     for more, text in (

@@ -93,9 +93,7 @@ def coded_chunks() -> list[tuple[CodedKeys, np.ndarray]]:
 @looped("memory_bytes", [1 << 20, 1])
 @looped("hash_cap", [0, 50])
 @looped("num_features", [1, 2])
-def test_codes_count_as_the_text_they_stand_for(
-    tmp_path: Path, num_features: int, hash_cap: int, memory_bytes: int
-) -> None:
+def test_codes_count_as_their_text(tmp_path: Path, num_features: int, hash_cap: int, memory_bytes: int) -> None:
     """Order, counts and ties of a table, of one feature and shared by two."""
     files = []
     for name in ("coded", "written_out"):

@@ -12,23 +12,19 @@ from pathlib import Path
 import pytest
 
 from forked import run_forked
-from hotrow.placement.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
-from store_rig import FILE_KINDS, each_io, needs_io_uring, needs_native, read_rows, table_rows, write_rows
+from hotrow.placement.stores import Engines, Kind, StoreError, io_uring_refused, open_store
+from store_rig import (
+    FILE_KINDS,
+    each_io,
+    fails_for_ever,
+    needs_io_uring,
+    needs_native,
+    read_rows,
+    table_rows,
+    write_rows,
+)
 
 pytestmark = needs_native
-
-
-def fails_for_ever(store: Store, message: str) -> None:
-    for _ in range(2):
-        with pytest.raises(StoreError, match=message):
-            store.flush()
-        with pytest.raises(StoreError, match=message):
-            read_rows(store, [1])
-        with pytest.raises(StoreError, match=message):
-            write_rows(store, [1])
-    assert store.failure() is not None
-    with pytest.raises(StoreError, match=message):
-        store.close()
 
 
 @each_io
@@ -75,9 +71,8 @@ def test_an_error_while_a_writer_waits_for_room(tmp_path: Path, io: str) -> None
 def test_another_tables_failure_gives_its_room_back(tmp_path: Path, io: str) -> None:
     """A writer that waits for room goes on when the bytes it waits for are dropped with a table that failed."""
     engines = Engines(io=io, most_waiting_bytes=1 << 16)
-    good, bad = (
-        open_store(table_rows(table=name), kind="block", path=tmp_path / name, engines=engines) for name in ("a", "b")
-    )
+    made = {"kind": "block", "engines": engines}
+    good, bad = (open_store(table_rows(table=name), path=tmp_path / name, **made) for name in ("a", "b"))
     bad.native.inject(True, 1, errno.EIO)
     with pytest.raises(StoreError):
         for _ in range(50):
@@ -105,9 +100,7 @@ def test_a_file_truncated_while_open(tmp_path: Path, io: str) -> None:
 @each_io
 @pytest.mark.parametrize("written", [[700], [999], list(range(992, 1000))])
 @pytest.mark.parametrize("flushed", [False, True])
-def test_a_file_truncated_and_written_behind_its_end(
-    tmp_path: Path, io: str, written: list[int], *, flushed: bool
-) -> None:
+def test_a_file_cut_and_written_behind_its_end(tmp_path: Path, io: str, written: list[int], *, flushed: bool) -> None:
     """What was cut off reads as zeros then: no read is short, also where the very last rows are written."""
     store = open_store(table_rows(), kind="block", path=tmp_path / "t", engines=Engines(io=io))
     os.truncate(tmp_path / "t", 8192)
@@ -188,9 +181,8 @@ def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no disk in a file can be made here: {error}")
     try:
-        store = open_store(
-            table_rows(num_rows=100_000), kind="block", path=folder / "t", engines=Engines(io="io_uring")
-        )
+        rows, engines = table_rows(num_rows=100_000), Engines(io="io_uring")
+        store = open_store(rows, kind="block", path=folder / "t", engines=engines)
         write_rows(store, list(range(0, 100_000, 4)))
         fails_for_ever(store, r"writing row.* of table 'item' in .*/t: No space left on device.*free some")
     finally:

@@ -2,14 +2,13 @@
 
 import errno
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forked import run_as_another, run_forked
+from forked import run_as_another, run_forked, run_python
 from hotrow.base import files
 from hotrow.cli import tools
 from hotrow.kernels import ops
@@ -58,11 +57,7 @@ print(counted, peak)
 def test_what_waiting_rows_take_is_counted_and_bounded(tmp_path: Path, io: str, record_bytes: int) -> None:
     """Three tables of 4 to 60 MB are written through 6 MiB."""
     arguments = [str(tmp_path), io, str(record_bytes), str(6 << 20)]
-    done = subprocess.run(
-        [sys.executable, "-c", WRITING, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    counted, peak = map(int, done.stdout.split())
+    counted, peak = map(int, run_python("-c", WRITING, *arguments).split())
     assert peak <= counted + MEMORY_SLACK
     assert counted > 3 << 20, "the load was too light to fill it"
 

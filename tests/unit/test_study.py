@@ -91,9 +91,7 @@ def test_bytes_against_counting_them_one_by_one(part: str, optimizer: str) -> No
         rows_read.append((position // per_table, row))
         written.add((position // per_table, row))
     floats = cell.embedding_dim + {"adagrad": cell.embedding_dim, "rowwise_adagrad": 1}.get(optimizer, 0)
-    expected = (
-        sum(4 * cell.embedding_dim for _ in rows_read) if part == "lookup" else sum(2 * 4 * floats for _ in written)
-    )
+    expected = sum(2 * 4 * floats for _ in written) if part == "update" else 4 * cell.embedding_dim * len(rows_read)
     for _bag in range(cell.num_tables * cell.batch_size):
         expected += 4 * cell.embedding_dim  # a pooled row out, or its gradient in
     expected += 8 * len(ids)

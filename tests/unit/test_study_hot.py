@@ -18,17 +18,13 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.hot_set import hot_samples
+from packed_data import planted
 
 pytestmark = pytest.mark.package
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CELL: dict[str, Any] = {"group": "g", "kind": "coverage", "source": "x", "rows": "exact", "amount": 0.5}
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
-    rows = {"train": 900, "val": 99, "test": 99}
-    return make_dataset(tmp_path_factory.mktemp("study") / "planted", counts=True, rows=rows)
+dataset = planted(opened=True, counts=True, rows={"train": 900, "val": 99, "test": 99})
 
 
 def test_hot_samples_of_a_threshold_by_hand(dataset: PackedDataset) -> None:
@@ -65,12 +61,8 @@ def test_bytes_over_the_link_are_those_of_the_batches(dataset: PackedDataset) ->
 def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset, tmp_path: Path) -> None:
     """A TBSM as the recipe has it on histories, else a DLRM; the quality cell trains it by both orders."""
     assert hot_study.model_of(HotCell(**CELL), dataset) == hot_study.dense_of(dataset) == {}
-    info = DatasetInfo(
-        name="histories",
-        dense=(),
-        features=(Feature("item", "item"), Feature("item_history", "item", "sequence")),
-        tables=(Table("item", 60),),
-    )
+    features = (Feature("item", "item"), Feature("item_history", "item", "sequence"))
+    info = DatasetInfo(name="histories", dense=(), features=features, tables=(Table("item", 60),))
     rng = np.random.default_rng(3)
     with PackedWriter(tmp_path / "data", info, rows_per_block=128) as writer:
         for split, num_rows in (("train", 600), ("val", 200), ("test", 200)):

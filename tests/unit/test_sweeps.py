@@ -125,10 +125,8 @@ def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
 def test_two_cells_and_two_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trainings, each in a process of its own, and a real exchange."""
     monkeypatch.setattr(cells, "MAX_S", 0.1)
-    groups = {
-        "one": {"axes": {"train.batch_size": [32]}},
-        "two": {"axes": {"transport": ["gloo", "mpi"], "ranks": [2]}},
-    }
+    one, two = {"train.batch_size": [32]}, {"transport": ["gloo", "mpi"], "ranks": [2]}
+    groups = {"one": {"axes": one}, "two": {"axes": two}}
     result = run_yaml(str(write_sweep(tmp_path, groups=groups)), tmp_path / "out")
     transports = ["gloo"] if mpi_start.mpiexec() is None else ["gloo", "mpi"]
     one, *two = result["cells"]

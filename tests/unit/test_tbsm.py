@@ -20,9 +20,8 @@ from plain_tbsm import PlainTBSM
 
 DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
-CONFIG = TBSMSpec(
-    embedding_dim=DIM, bottom_mlp=[5], top_mlp=[12, 7], history_steps=STEPS, attention_mlp=[4], final_mlp=[11]
-)
+MLPS: dict[str, Any] = {"bottom_mlp": [5], "top_mlp": [12, 7], "attention_mlp": [4], "final_mlp": [11]}
+CONFIG = TBSMSpec(embedding_dim=DIM, history_steps=STEPS, **MLPS)
 
 
 def make_embedding() -> EmbeddingCollection:

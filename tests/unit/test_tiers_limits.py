@@ -9,7 +9,6 @@ import mmap
 import os
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 import hotrow
+from forked import run_python
 from hotrow import KeyedJaggedTensor, Memory, TableConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
@@ -441,11 +441,7 @@ print(sum(len(files) for _, _, files in os.walk(sys.argv[2])))
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
 @pytest.mark.parametrize("kind", ["ssd", "file"])
 def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, kind, str(folder)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_python("-c", FORK, kind, folder, timeout=60).splitlines()
     assert len(lines) == 5 and lines[-1] == "2", "the parent's files are still there"
     assert all("belong to the process that this one was forked from" in line and "spawn" in line for line in lines[:4])
 

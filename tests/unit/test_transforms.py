@@ -161,11 +161,8 @@ def of_list(*, into: Any = "made", column: str = "seen", **options: Any) -> dict
     """A schema with a part of a list of ids. into: what is listed of it."""
     name = into["column"] if isinstance(into, dict) else into
     options = options or {"last": 3}
-    return {
-        **SCHEMA,
-        "categorical": ["user", into],
-        "transforms": [{"sequence": {"column": column, "into": name, **options}}],
-    }
+    made = {"column": column, "into": name, **options}
+    return {**SCHEMA, "categorical": ["user", into], "transforms": [{"sequence": made}]}
 
 
 MADE = {"column": "made", "kind": "sequence"}

@@ -37,9 +37,8 @@ def events(num_rows: int, seed: int = 0) -> pa.Table:
     taken = rng.random(num_rows) < 0.8
     item = np.where(taken, item // NUM_GROUPS * NUM_GROUPS + user % NUM_GROUPS, item)
     item = np.where((np.arange(num_rows) > 0.95 * num_rows) & (rng.random(num_rows) < 0.3), NUM_ITEMS + 1, item)
-    past = [
-        [int(user[k] % NUM_GROUPS + NUM_GROUPS * each) for each in rng.integers(0, 9, k % 4)] for k in range(num_rows)
-    ]
+    groups = user % NUM_GROUPS
+    past = [[int(groups[k] + NUM_GROUPS * each) for each in rng.integers(0, 9, k % 4)] for k in range(num_rows)]
     return pa.table({
         "user": user, "item": item, "group": item % NUM_GROUPS, "age": rng.standard_normal(num_rows),
         "label": taken.astype(int), "time": np.arange(num_rows), "item_history": pa.array(past, pa.list_(pa.int64())),

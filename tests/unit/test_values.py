@@ -47,12 +47,8 @@ def write(path: Path, columns: dict[str, list[Any]]) -> Path:
 @looped("suffix", [".csv", ".jsonl", ".parquet"])
 def test_missing_is_missing_in_every_format(suffix: str, tmp_path: Path) -> None:
     n = len(LOST)
-    columns = {
-        "y": ["0", "1"] * n,
-        "price": [*LOST, *["2.5"] * n],
-        "item": [*LOST, *["i7"] * n],
-        "code": [*LOST, *["7"] * n],
-    }
+    columns = {"y": ["0", "1"] * n, "price": [*LOST, *["2.5"] * n], "item": [*LOST, *["i7"] * n]}
+    columns["code"] = [*LOST, *["7"] * n]
     rows = read(ColumnsSource(write(tmp_path / f"x{suffix}", columns), schema_of()))
     assert np.isnan(rows["dense"][:n]).all() and rows["dense"][n:] == [[2.5]] * n
     assert rows["item"] == [None] * n + ["i7"] * n
@@ -236,9 +232,8 @@ def test_one_row_without_a_time_is_left_out_and_the_split_is_by_time(cell: str, 
 def test_times_with_blanks_around_them_split_the_rows() -> None:
     """Text files lose such blanks when they are read; Parquet and frames keep them."""
     times = [f" {1_700_000_000 + i} " for i in range(400)]
-    table = pa.table(
-        {"click": [int(i % 3 == 0) for i in range(400)], "ts": times, "item": [f"i{i % 7}" for i in range(400)]}
-    )
+    clicks, items = [int(i % 3 == 0) for i in range(400)], [f"i{i % 7}" for i in range(400)]
+    table = pa.table({"click": clicks, "ts": times, "item": items})
     schema = guess_columns(table, label="click").schema()
     assert schema.time is not None and schema.time.column == "ts"
     source = ColumnsSource(table, schema)
@@ -270,11 +265,7 @@ def test_more_odd_cells_than_the_share_are_refused_with_a_cure_that_works(tmp_pa
     for option in ("null_values", "odd_share", "skip_bad_rows"):
         assert option in str(error.value)
     told = {"null_values": ["", "call us"]}
-    cures: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"csv": told}, {}),
-        ({"odd_share": 0.05}, {}),
-        ({}, {"skip_bad_rows": 40}),
-    ]
+    cures: Any = [({"csv": told}, {}), ({"odd_share": 0.05}, {}), ({}, {"skip_bad_rows": 40})]
     for i, (more, options) in enumerate(cures):
         made = run_prepare("csv", path, tmp_path / f"b{i}", schema=parse_schema(schema | more, where="test"), **options)
         assert made.info.summary["rows_skipped"] == (40 if options else 0)
@@ -371,10 +362,8 @@ def test_predict_reads_cells_as_prepare_does(suffix: str, tmp_path: Path) -> Non
 
 def test_init_writes_how_cells_are_read(tmp_path: Path) -> None:
     columns = logs()
-    path = write(
-        tmp_path / "x.csv",
-        {**columns, "price": [f"$ {cell}" if i % 9 else "NA" for i, cell in enumerate(columns["price"])]},
-    )
+    price = [f"$ {cell}" if i % 9 else "NA" for i, cell in enumerate(columns["price"])]
+    path = write(tmp_path / "x.csv", columns | {"price": price})
     run_init(path, out=tmp_path / "conf")
     schema = load_schema(tmp_path / "conf" / "schema.yaml")
     assert schema.dense[0].unit == "$"

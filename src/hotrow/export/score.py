@@ -296,6 +296,7 @@ def build_network(module: Any, about: dict[str, Any]) -> nn.Module:
     (options,) = module.ModelSpec.__subclasses__()
     dims = {table["name"]: table["embedding_dim"] for table in about["tables"]}
     more = {"num_outputs": len(about["labels"])} if len(about.get("labels", [])) > 1 else {}
+    more |= {"edges": edges} if (edges := about["model"].get("edges")) else {}
     network: nn.Module = options(**about["model"]).build(
         num_dense=about["model"]["num_dense"],
         dims={feature["name"]: dims[feature["table"]] for feature in about["features"]},

@@ -743,15 +743,15 @@ def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = F
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if not _left_to_torch(dense_BD):
+    if _by_triton(dense_BD):
+        out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
+    elif _left_to_torch(dense_BD):
+        out = reference.interact(dense_BD, pooled_BFD)
+    else:
         dense_BD, pooled_BFD = dense_BD.float().contiguous(), pooled_BFD.float().contiguous()
         if torch.is_grad_enabled() and (dense_BD.requires_grad or pooled_BFD.requires_grad):
             return _Interaction.apply(dense_BD, pooled_BFD, concatenated)  # type: ignore[no-any-return, no-untyped-call]
         return _interact(dense_BD.detach(), pooled_BFD.detach(), concatenated), pooled_BFD[:, :, 0]
-    if dense_BD.device.type == "cuda" and has_triton() and not _autocast(dense_BD):  # they multiply in float32 alone
-        out = _TritonInteraction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-untyped-call]
-    else:
-        out = reference.interact(dense_BD, pooled_BFD)
     return torch.cat([out, pooled_BFD.flatten(1)], dim=1) if concatenated else out, pooled_BFD[:, :, 0]
 
 
@@ -787,6 +787,11 @@ def member_rows(pooled_BFMD: Tensor, drops: Sequence[Drop]) -> Tensor:
 def _autocast(values: Tensor) -> bool:
     """Returns whether autocast is on, so that inputs may have any type."""
     return torch.is_autocast_enabled("cpu" if values.is_cpu else values.device.type)
+
+
+def _by_triton(values: Tensor) -> bool:
+    """Returns whether the kernels for GPUs run, which multiply in float32 alone."""
+    return values.device.type == "cuda" and has_triton() and not _autocast(values)
 
 
 def _left_to_torch(values: Tensor) -> bool:

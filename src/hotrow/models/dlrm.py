@@ -9,19 +9,43 @@ DeepFM, besides those of its products.
 With `first_order`, logits_B += sum_F pooled_BFD[:, :, 0] + dense_BI w_I: the logistic regression of the same inputs.
 Without it an id reaches the logit only through products and the top MLP, where rows at zero stay small and learn
 slowly. The term uses the rows that are looked up anyway, so it needs no second set of tables; w starts at zero, and the
-top MLP has the bias.
+top MLP has the bias. Each dense column whose schema has buckets too then comes as `Pieces` beside the number, to the
+bottom MLP and to w: so this term is a sum of broken lines, which fit a bend that standardized numbers hardly show.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Constant, Dropout, Network, each, interactions, member_rows, products, repeated
-from hotrow.models.spec import DropoutShare, Members, MLPSpec, Width
+from hotrow.models.spec import DropoutShare, Edges, Members, MLPSpec, Width
+
+
+class Pieces(nn.Module):
+    """dense [B, I] -> [B, I + P]: the numbers, then for each two neighbouring edges of a column how far its number has
+    come from the one to the other, 0 to 1 (Gorishniy et al., 2022). A linear map of them bends at the edges."""
+
+    def __init__(self, edges: Edges) -> None:
+        super().__init__()
+        numbers = [(i, 0.0, 1.0, -math.inf, math.inf) for i in range(len(edges))]
+        pieces = [(i, low, 1 / (high - low), 0.0, 1.0) for i, own in enumerate(edges) for low, high in pairwise(own)]
+        places, *how = zip(*numbers, *pieces, strict=True)
+        self.place_P: Tensor
+        self.how_4P: Tensor
+        self.register_buffer("place_P", torch.tensor(places), persistent=False)  # a dataset or export has the edges
+        self.register_buffer("how_4P", torch.tensor(how), persistent=False)
+        self.num_outputs = len(places)
+
+    def forward(self, dense_BI: Tensor) -> Tensor:
+        """Returns numbers and pieces."""
+        low_P, scale_P, least_P, most_P = self.how_4P
+        return dense_BI.index_select(1, self.place_P).sub_(low_P).mul_(scale_P).clamp_(least_P, most_P)
 
 
 class DLRM(Network):
@@ -47,9 +71,12 @@ class DLRM(Network):
         dropout: float = 0.0,
         embedding_dropout: float = 0.0,
         num_outputs: int = 1,
+        pieces: Pieces | None = None,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
+        self.pieces = pieces
+        num_dense = num_dense if pieces is None else pieces.num_outputs
         self.num_features, self.embedding_dim = num_features, embedding_dim
         num_pairs = num_features * (num_features + 1) // 2
         hidden: dict[str, Any] = {"dropout": dropout}
@@ -72,13 +99,15 @@ class DLRM(Network):
 def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
     """Returns the logits of DLRMs of the same size, each on its own rows, [M, B] or [M, B, L]."""
     one, num_members = members[0], len(members)
+    num_different = 1 if dense_BI.stride(0) == 0 else len(dense_BI)  # rows of one tensor, expanded, go through once
+    if one.pieces is not None:
+        dense_BI = one.pieces(dense_BI)
     dense_MBI = dense_BI[None] if num_members == 1 else torch.stack([dense_BI] * num_members)
     drops = [own.row_dropout.drop for own in members] if one.row_dropout.moment and one.row_dropout.share else []
     if num_members > 1 or drops:
         pooled_MBFD = member_rows(pooled_BP.view(-1, one.num_features, num_members, one.embedding_dim), drops)
     else:
         pooled_MBFD = pooled_BP.view(1, -1, one.num_features, one.embedding_dim)
-    num_different = 1 if dense_BI.stride(0) == 0 else len(dense_BI)  # rows of one tensor, expanded, go through once
     bottom_MBD = each([own.bottom for own in members], dense_MBI[:, :num_different])
     if num_different < len(dense_BI):
         bottom_MBD = repeated(bottom_MBD.flatten(0, 1), len(dense_BI)).view(num_members, len(dense_BI), -1)
@@ -145,7 +174,8 @@ class DLRMSpec(MLPSpec):
     """Whether the top MLP also gets the pooled rows themselves, beside their products."""
     first_order: bool = False
     """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
-    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP."""
+    logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP. A number
+    that the schema lists in `buckets` too is then an input in pieces as well, which bend at up to 20 boundaries."""
     members: Members = 1
     """Number of DLRMs that train at the same time, with columns and weights of their own; the mean of their logits is
     the model's. Rows have `members` times `embedding_dim` columns."""
@@ -157,11 +187,22 @@ class DLRMSpec(MLPSpec):
         """Returns the columns of a row, all members' together."""
         return embedding_dim * self.members
 
+    def edges_of(self, info: Any) -> list[list[float]]:
+        """Returns the edges of the dense columns."""
+        return list(info.edges) if self.first_order else []
+
     def build(
-        self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
+        self,
+        *,
+        num_dense: int,
+        dims: Mapping[str, int],
+        generator: torch.Generator,
+        num_outputs: int = 1,
+        edges: Edges = (),
     ) -> DLRM | DLRMs:
         """Returns the network."""
         (row_dim,) = set(dims.values())
+        pieces = Pieces(edges) if any(edges) else None
         members = [
             DLRM(
                 num_dense=num_dense,
@@ -174,6 +215,7 @@ class DLRMSpec(MLPSpec):
                 dropout=self.dropout,
                 embedding_dropout=self.embedding_dropout,
                 num_outputs=num_outputs,
+                pieces=pieces,
                 generator=generator,
             )
             for _ in range(self.members)

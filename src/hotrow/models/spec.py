@@ -31,6 +31,8 @@ InitBound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Members = Annotated[int, Field(ge=1, le=64)]
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Edges = Sequence[Sequence[float]]
+"""Of each dense column rising numbers, each two of which are the ends of a piece; none if it has no pieces."""
 Features = Annotated[list[str], Field(min_length=1)]
 DEFAULT = "default"
 HISTORY = "_history"
@@ -162,7 +164,7 @@ class ModelSpec(BaseModel):
         """Returns the network: (dense [B, num_dense], rows of the tables) -> logits [B].
 
         A model for datasets of several labels has one more argument, `num_outputs: int = 1`: the number L of labels. If
-        it is above 1, the network returns logits [B, L].
+        it is above 1, the network returns logits [B, L]. A model that cuts numbers into pieces has `edges: Edges = ()`.
 
         dims: columns of the rows of each feature, features in the order of the collection. generator: the CPU generator
         from which all weights are drawn.
@@ -172,7 +174,12 @@ class ModelSpec(BaseModel):
     def build_for(self, info: Any, *, dims: Mapping[str, int], generator: torch.Generator) -> Network:
         """Returns the network for the rows of a dataset, with an output for each label. info: its dataset.json."""
         more: dict[str, Any] = {"num_outputs": len(info.labels)} if len(info.labels) > 1 else {}
+        more |= {"edges": edges} if (edges := self.edges_of(info)) else {}
         return self.build(num_dense=len(info.dense), dims=dims, generator=generator, **more)
+
+    def edges_of(self, info: Any) -> list[list[float]]:
+        """Returns the argument `edges` of `build`; nothing if it has none."""
+        return []
 
     def tables(self, dataset: Dataset, *, dtype: Dtype = "float32") -> tuple[TableConfig, ...]:
         """Returns the tables of `dataset` as the model needs them."""

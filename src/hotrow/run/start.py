@@ -183,8 +183,9 @@ def _shapes(config: Config, tables: tuple[TableConfig, ...], num_dense: int) -> 
 def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetInfo, run: Path) -> dict[str, int]:
     """Returns by table how many rows were added. Raises ValueError if a row stands for another id than in `run`."""
     dataset, own = setup.dataset, setup.dataset.info
-    if (own.dense, own.features) != (theirs.dense, theirs.features):
-        names = sorted({each.name for each in {*own.dense} ^ {*theirs.dense}})
+    mine, others = ([*zip(info.dense, map(tuple, info.edges), strict=True)] for info in (own, theirs))
+    if (mine, own.features) != (others, theirs.features):
+        names = sorted({column.name for column, _ in {*mine} ^ {*others}})
         names += sorted({each.name for each in {*own.features} ^ {*theirs.features}})
         raise ValueError(
             f"data: {dataset.path} does not have the columns of {run}, from which this run starts; they differ in "

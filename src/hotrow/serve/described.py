@@ -85,10 +85,11 @@ def tables_of(about: Description) -> list[TableConfig]:
 def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor]]:
     """Returns the network before its weights are loaded, and the function that makes scores of its outputs."""
     options: dict[str, Any] = dict(about.model)
-    num_dense = options.pop("num_dense")
+    num_dense, edges = options.pop("num_dense"), options.pop("edges", ())
     spec = MODELS[options["name"]].model_validate_json(json.dumps(options))
     dims = {str(own["name"]): own["embedding_dim"] for own in about.tables}
-    more = {"num_outputs": len(about.labels)} if len(about.labels) > 1 else {}
+    more: dict[str, Any] = {"num_outputs": len(about.labels)} if len(about.labels) > 1 else {}
+    more |= {"edges": edges} if edges else {}
     network = spec.build(
         num_dense=num_dense,
         dims={str(own["name"]): dims[str(own["table"])] for own in about.features},  # type: ignore[misc]
