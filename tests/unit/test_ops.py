@@ -151,15 +151,6 @@ def test_tiers_and_devices_are_refused_without_the_native_module(tmp_path: Path)
         assert line.startswith(f"{tables} {what}") and "keep the tables in DRAM" in line
 
 
-def test_a_feature_that_only_the_native_module_has_names_no_way_around() -> None:
-    script = 'from hotrow.kernels import ops; ops.native_module("reuse distances need", instead=None)'
-    env = {**os.environ, "HOTROW_NATIVE": "0"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    said = " ".join(done.stderr.split())
-    assert "reuse distances need the native module, and HOTROW_NATIVE=0 is set: build it with" in said
-    assert "leave HOTROW_NATIVE unset" in said and "in DRAM" not in said
-
-
 def test_allocate_gives_zeros_that_live_as_long_as_the_tensor() -> None:
     large, small = ops.allocate(1 << 19, 4), ops.allocate(3)
     row = large[-1]

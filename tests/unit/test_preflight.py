@@ -148,7 +148,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "mkdocs": "mkdocs-material", "sklearn": "scik
 DISTRIBUTIONS["fbgemm_gpu"] = "fbgemm-gpu-cpu"
 INSIDE = {"ray", "airflow"}
 """What an example runs inside of, and whoever starts it has."""
-EXTRAS = {"src": ("gpu", "serve"), "examples": ("test",), "tests": ("test",), "benchmarks": ("bench", "test")}
+EXTRAS = {"src": ("gpu", "rivals", "serve"), "examples": ("test",), "tests": ("test",), "benchmarks": ("bench", "test")}
 EXTRAS["scripts"] = ("dev",)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -141,14 +141,17 @@ class ProgressLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Removes the live line."""
         if self._live:
             self._live.stop()
         if self._cell:
             self._cell.show()
+
+
+def say(line: str) -> None:
+    """Prints a line for the user, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -49,9 +49,11 @@ Split = Annotated[str | None, typer.Option(help="time, random or reference (crit
 Strict = Annotated[
     bool,
     typer.Option(
-        "--strict",
-        help="Refuse a value that is not of its column's kind, naming its row; else it is missing.",
+        "--strict", help="Refuse a value that is not of its column's kind, naming its row; else it is missing."
     ),
+]
+SchemaFile = Annotated[
+    Path | None, typer.Option("--schema", help="How to read tables (hotrow init writes one); guessed if not given.")
 ]
 Fractions = Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")]
 Answer: TypeAlias = Mapping[str, Any] | tuple[Mapping[str, Any], Callable[[], None]]
@@ -168,9 +170,7 @@ def fit(
     paths: Paths,
     *,
     read: ReadOptions,
-    schema: Annotated[
-        Path | None, typer.Option(help="Schema of your logs (hotrow init writes one); guessed if not given.")
-    ] = None,
+    schema: SchemaFile = None,
     split: Split = None,
     fractions: Fractions = None,
     no_refit: Annotated[
@@ -239,16 +239,12 @@ def init(
 @verb("prepare", home="hotrow.data.prepare.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
 def prepare(
     source: Annotated[
-        str,
-        typer.Argument(help="criteo, avazu, taobao, csv, parquet, feather, orc, jsonl, or auto to tell."),
+        str, typer.Argument(help="criteo, avazu, taobao, csv, parquet, feather, orc, jsonl, or auto to tell.")
     ],
     paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="Folder for the packed dataset; interrupted work there is continued.")],
-    schema: Annotated[
-        Path | None,
-        typer.Option(help="How to read tables (hotrow init writes one); guessed if not given."),
-    ] = None,
+    schema: SchemaFile = None,
     read: ReadOptions,
     split: Split = None,
     fractions: Fractions = None,
@@ -408,9 +404,7 @@ def days(
     recipe: Annotated[
         Path | None, typer.Option(help="A YAML config for the first day; chosen by its number of rows if not given.")
     ] = None,
-    schema: Annotated[
-        Path | None, typer.Option(help="How to read tables (hotrow init writes one); guessed if not given.")
-    ] = None,
+    schema: SchemaFile = None,
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
     set_: Set = None,
@@ -729,7 +723,7 @@ def report(
     from hotrow.cli import tools
 
     result = tools.report(run, out=out)
-    return result, lambda: _print_report(result)
+    return result, lambda: print(result["run"], *result["sentences"], f"wrote {result['out']}", sep="\n  ")
 
 
 @verb("check", home="hotrow.cli.tools", example="hotrow check data/criteo")
@@ -777,11 +771,6 @@ def _print_init(result: Mapping[str, Any]) -> None:
     print("next:", *result["next"], sep="\n  ")
 
 
-def _print_report(result: Mapping[str, Any]) -> None:
-    print(result["run"], *result["sentences"], sep="\n  ")
-    print(f"wrote {result['out']}")
-
-
 def _print_fields(fields: Mapping[str, Any], indent: str = "") -> None:
     width = max((len(name) for name in fields), default=0)
     for name, value in fields.items():
@@ -804,36 +793,28 @@ def main() -> None:
     """The `hotrow` command."""
     warnings.showwarning = _one_line_warning
     try:
-        _check_arguments(sys.argv[1:])
+        from hotrow.base.files import check_text
+
+        for argument in sys.argv[1:]:  # records of runs and of datasets could not hold bytes that are not UTF-8
+            check_text(argument, what="an argument")
         app()
     except BrokenPipeError:
         # The reader of our output has closed it; what is left in the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (ValueError, OSError, MemoryError) as error:
-        if os.environ.get("HOTROW_DEBUG") == "1":
-            traceback.print_exc()
-        print(f"hotrow: {str(error) or type(error).__name__}", file=sys.stderr)
-        sys.exit(2)
     except Exception as error:
         if os.environ.get("HOTROW_DEBUG") == "1":
             traceback.print_exc()
+        if isinstance(error, ValueError | OSError | MemoryError):
+            _say(f"hotrow: {str(error) or type(error).__name__}")
+            sys.exit(2)
         told = " ".join(f"{type(error).__name__}: {error}".split())
-        print(
+        _say(
             f"hotrow: this should not happen; it is a bug in hotrow ({told}); HOTROW_DEBUG=1 shows where. "
-            "Please report it with what `hotrow doctor` prints",
-            file=sys.stderr,
+            "Please report it with what `hotrow doctor` prints"
         )
         sys.exit(1)
 
 
-def _check_arguments(arguments: Sequence[str]) -> None:
-    """Raises ValueError for bytes that are not UTF-8: records of runs and of datasets could not hold such a name."""
-    from hotrow.base.files import check_text
-
-    for argument in arguments:
-        check_text(argument, what="an argument")
-
-
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"hotrow: warning: {message}", file=sys.stderr)
+    _say(f"hotrow: warning: {message}")

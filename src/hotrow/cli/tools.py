@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
 import reprlib
+import resource
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from hotrow.api import Run
 from hotrow.base.door import is_taken, is_there, remove
 from hotrow.base.files import crc32, disk_free_bytes, file_system, folder_bytes, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
-from hotrow.base.progress import ProgressCallback, progress_bar
+from hotrow.base.progress import ProgressCallback, progress_bar, say
 from hotrow.base.records import MAX_COUNT
 from hotrow.config.load import apply_overrides, load_config, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
@@ -84,7 +83,9 @@ def inspect(
             raise ValueError(f"{name} is {reprlib.repr(number)}; it must be from {least} to {MAX_COUNT:,}")
     # Options are checked before reading, which may take long.
     if is_taken(Path(path) / RUN):
-        raise ValueError(f"{path} is a run, and inspect reads data; {_data_of(RunFolder.open(path))}")
+        trained = RunFolder.open(path).record.dataset
+        cure = f"to see what it was trained on: hotrow inspect {shlex.quote(trained['path'])}" if trained else ""
+        raise ValueError(f"{path} is a run, and inspect reads data; {cure or 'pass a packed dataset'}")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
     dataset = PackedDataset.open(path)
@@ -98,13 +99,6 @@ def inspect(
     if budget is not None:
         report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
     return {**report, "files": write_inspection(out, report)} if out is not None else report
-
-
-def _data_of(run: RunFolder) -> str:
-    """Says how to inspect what a run was trained on."""
-    if run.record.dataset is None:
-        return "pass a packed dataset"
-    return f"to see what it was trained on: hotrow inspect {shlex.quote(run.record.dataset['path'])}"
 
 
 def _hot_budget(dataset: PackedDataset, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:
@@ -226,11 +220,7 @@ def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
         remove(run.path / "data")
         removed.append(run.path / "data")
     left = _tree_bytes(run.path)
-    return {
-        "removed": [str(folder) for folder in removed],
-        "bytes_freed": before - left,
-        "bytes_kept": left,
-    }
+    return {"removed": [str(folder) for folder in removed], "bytes_freed": before - left, "bytes_kept": left}
 
 
 def _tree_bytes(path: Path) -> int:
@@ -296,17 +286,8 @@ def _stores_facts(folder: Path) -> dict[str, Any]:
 
 def _limit(name: str) -> int | None:
     """Returns this process's limit; None if there is none."""
-    if platform.system() == "Windows":
-        return None
-    import resource
-
     limit = resource.getrlimit(getattr(resource, name))[0]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def say(text: str) -> None:
-    """Prints a line for the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def demo_on_synthetic(folder: Path) -> dict[str, Any]:

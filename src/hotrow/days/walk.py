@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +30,7 @@ from pydantic.dataclasses import dataclass as record
 from hotrow.api import Run
 from hotrow.base.door import is_taken, make_folder, remove
 from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes
-from hotrow.base.progress import progress_bar
+from hotrow.base.progress import progress_bar, say
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
 from hotrow.data.chunk import NoRowsError
@@ -78,10 +77,6 @@ class Chain:
 
 
 _DOCUMENT = Document(Chain, marks={"hotrow_days": 1}, cure="restore it from a copy, or begin another chain")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 class _Interrupted(Exception):  # noqa: N818  # not an error
@@ -143,7 +138,7 @@ def walk_days(
                 try:
                     done = _do(walk, name, path, chain.days)
                 except NoRowsError as error:  # as of a quiet hour: those that follow need not wait
-                    _say(f"{name} has no rows and is passed over: {error}")
+                    say(f"{name} has no rows and is passed over: {error}")
                     empty[name] = {file: (stat.st_size, "") for file, stat in files.items()}
                     continue
                 chain = replace(chain, days=(*chain.days, done), empty=empty)
@@ -175,9 +170,8 @@ def _check_options(walk: _Walk, keep: int) -> None:
         config = load_config(config_of(newest), [*LATER, *walk.overrides])
     else:
         config = make_config(apply_overrides({"data": ""}, walk.overrides), origin="days")
-    followed: dict[str, str | None] = {"calibration.method": config.calibration.method}
-    followed |= {"hot.schedule": "fae"} if config.hot.schedule == "fae" else {}
-    for option, value in followed.items():
+    fae = "fae" if config.hot.schedule == "fae" else None
+    for option, value in (("calibration.method", config.calibration.method), ("hot.schedule", fae)):
         if value is not None:
             raise ValueError(
                 f"{option} is {value!r}, which needs validation rows; only the first day has some: change it"
@@ -250,11 +244,7 @@ def _files_of(walk: _Walk, path: Path) -> dict[str, os.stat_result]:
 
 
 def _check_unchanged(
-    walk: _Walk,
-    day: str,
-    now: Mapping[str, os.stat_result],
-    known: Mapping[str, tuple[int, str]],
-    prepared_s: float,
+    walk: _Walk, day: str, now: Mapping[str, os.stat_result], known: Mapping[str, tuple[int, str]], prepared_s: float
 ) -> None:
     """Raises ValueError naming the file if one of a day is not as it was when the day was prepared, at `prepared_s`.
 
@@ -308,7 +298,7 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     before = days[-1].name if days else None
     if not any(stat.st_size for stat in _files_of(walk, path).values()):
         raise NoRowsError(f"{path} is empty")
-    _say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
+    say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
     clock = [time.monotonic()]
     dataset = _prepared(walk, name, path, before)
     files, prepared_s = _files_of(walk, path), (dataset.path / MANIFEST).stat().st_mtime
@@ -328,7 +318,7 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
         published_bytes=published,
         seconds={what: round(b - a, 3) for what, (a, b) in zip(STEPS, pairwise(clock), strict=True)},
     )
-    _say(done.line(run.record.trained_for))
+    say(done.line(run.record.trained_for))
     return done
 
 
@@ -374,11 +364,11 @@ def _prepared(walk: _Walk, name: str, path: Path, before: str | None) -> PackedD
         if base is None:
             given = {**vars(walk.read), "schema": walk.schema, "base": NO_BASE}
         with progress_bar() as progress:
-            prepare = partial(run_prepare, "auto", str(path), out, announce=_say, progress=progress, **given)
+            prepare = partial(run_prepare, "auto", str(path), out, announce=say, progress=progress, **given)
             try:
                 prepare()
             except OtherWorkError:  # a call before this one ended with an error of the day's rows, which were mended
-                _say(f"what was prepared of {name} is of other rows, or of another day before it: starting again")
+                say(f"what was prepared of {name} is of other rows, or of another day before it: starting again")
                 prepare(overwrite=True)
     dataset = PackedDataset.open(out, verify="sizes")
     rows = raw_rows(dataset)

@@ -87,19 +87,16 @@ def _load() -> tuple[Any, str | None]:
     return None, reason
 
 
-IN_DRAM = "keep the tables in DRAM (config memory: dram; in Python memory=None)"
-
-
-def native_module(need: str = "tables in tiers need", *, instead: str | None = IN_DRAM) -> Any:
+def native_module(need: str = "tables in tiers need") -> Any:
     """Returns the native module. Raises ValueError, with the command that builds it, if there is none.
 
-    need: who needs it, for the message. instead: what works without it.
+    need: who needs it, for the message.
     """
     module, reason = _load()
     if module is None:
         raise ValueError(
             f"{need} the native module, and {reason}: build it with `pip install -e .` (needs a C++20 compiler) and "
-            f"leave HOTROW_NATIVE unset{f', or {instead}' if instead else ''}"
+            "leave HOTROW_NATIVE unset, or keep the tables in DRAM (config memory: dram; in Python memory=None)"
         )
     return module
 
@@ -359,13 +356,7 @@ class Kernels:
             self._raise_bad_ids(weights, sparse)
         return out
 
-    def update(
-        self,
-        weights: Arrays,
-        states: Sequence[Arrays],
-        pending: Lookups,
-        rules: Sequence[Rule],
-    ) -> None:
+    def update(self, weights: Arrays, states: Sequence[Arrays], pending: Lookups, rules: Sequence[Rule]) -> None:
         """Runs backward and update of all tables in one pass, in place (`reference.update`).
 
         pending: lookups in forward order: the kernels that made each (these, or kernels for some of the features), the
@@ -589,12 +580,7 @@ def _shares(shares: Shares) -> Any:
 
 
 def pack_rows(
-    weights: Arrays,
-    rows: Tensor,
-    counts: Numbers,
-    slots: Arrays,
-    firsts: Sequence[int],
-    messages: Sequence[Tensor],
+    weights: Arrays, rows: Tensor, counts: Numbers, slots: Arrays, firsts: Sequence[int], messages: Sequence[Tensor]
 ) -> None:
     """Copies rows of `weights`, as stored, into messages and slots (`reference.pack_rows`).
 

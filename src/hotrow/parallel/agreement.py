@@ -81,14 +81,14 @@ def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, 
     checksum: of the dataset. Paths, threads and memory of a rank are left out (PER_RANK).
     """
     found = versions()
-    options = dict(flat(config.model_dump(mode="json")))
+    options, per_rank = dict(flat(config.model_dump(mode="json"))), tuple(f"{option}." for option in PER_RANK)
     return {
         "the version of hotrow": found["hotrow"],
         "the version of torch": found["torch"],
         "kernels": ops.backend().name,
         "the instruction set": ops.isa_of(config.train.dense_dtype),
         "the checksum of the dataset": checksum,
-        **{name: value for name, value in options.items() if not _per_rank(name)},
+        **{name: value for name, value in options.items() if not f"{name}.".startswith(per_rank)},
         "memory.lookahead": config.tiers.lookahead,
         "train.micro_batches": micro_batches,
     }
@@ -132,10 +132,6 @@ def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
     hosts = list(dict.fromkeys(found[rank]["host"] for rank in ranks))
     numbers = ", ".join(map(str, ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({', '.join(hosts)})"
-
-
-def _per_rank(name: str) -> bool:
-    return any(name == option or name.startswith(f"{option}.") for option in PER_RANK)
 
 
 # ---- while training

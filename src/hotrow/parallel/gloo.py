@@ -123,7 +123,8 @@ def check_addresses(store: Store, rank: int, size: int) -> None:
     store.set(f"address/{rank}", json.dumps(own))
     found = [json.loads(store.get(f"address/{each}")) for each in range(size)]
     store.set(f"read/{rank}", "")
-    unreachable = {each["host"]: each for each in found if each["address"] and _is_loopback(each["address"])}
+    given = [each for each in found if each["address"]]
+    unreachable = {each["host"]: each for each in given if ip_address(each["address"].partition("%")[0]).is_loopback}
     if unreachable and len({each["net"] for each in found}) > 1:
         told = "; ".join(
             f"the name of {host} means {each['address']} there: set GLOO_SOCKET_IFNAME on {host} to an interface that "
@@ -142,10 +143,6 @@ def _address() -> str | None:
     with suppress(OSError):
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     return "127.0.0.1"
-
-
-def _is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _named() -> str:

@@ -39,7 +39,9 @@ def joined(environ: Mapping[str, str] = os.environ) -> Iterator[Communicator]:
     names no place to meet or two launchers, and if the ranks do not find each other.
     """
     if dist.is_initialized():
-        yield _on_machine(communicator(_with_gloo()), environ)
+        # Tensors of the CPU are sent by gloo: by torch's default group (None), or by a new one of the same ranks.
+        group = None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")
+        yield _on_machine(communicator(group), environ)
         return
     if (variable := size_variable(environ)) is None:
         yield Communicator()
@@ -102,8 +104,3 @@ def shard(
 def _on_machine(comm: Communicator, environ: Mapping[str, str]) -> Communicator:
     rank, size = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
     return replace(comm, ranks=replace(comm.ranks, local_rank=rank, local_size=size))
-
-
-def _with_gloo() -> Any:
-    """Returns a group that sends tensors of the CPU: torch's default one (None), or a new one of the same ranks."""
-    return None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")

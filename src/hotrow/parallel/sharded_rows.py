@@ -7,7 +7,6 @@ written and read by ranks that each take care of their own rows (run/checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +36,8 @@ class ShardedRows(Rows):
         """Returns the rows; collective. Each row comes from its home, or its columns from their owners."""
         ids, comm = _ids(rows), self._comm
         homes = self._shard.homes(ids, comm.size)
-        come = comm.gather(partial(self._bytes_of, ids[self._saves(homes, comm.rank)]), purpose="tables")
+        held = ids[self._saves(homes, comm.rank)]
+        come = comm.gather(lambda: self._read_held(held).contiguous().view(-1).view(torch.uint8), purpose="tables")
         out = torch.empty(len(ids), *self.shape[1:], dtype=self.dtype)
         for rank, own in enumerate(come):
             at, part = torch.from_numpy(self._saves(homes, rank).nonzero()[0]), out[..., self._columns(rank)]
@@ -53,9 +53,6 @@ class ShardedRows(Rows):
             return np.full(homes.shape, rank in self._shard.owners)
         saves: NDArray[np.bool_] = homes == rank
         return saves
-
-    def _bytes_of(self, ids: Numbers) -> Tensor:
-        return self._read_held(ids).contiguous().view(-1).view(torch.uint8)
 
     def _read_held(self, ids: Numbers) -> Tensor:
         pieces = [self._below.read(local) for local, _ in self._pieces(ids)]

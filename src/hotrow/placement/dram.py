@@ -73,9 +73,6 @@ class Dram(Placement):
     def _prepare(self) -> None:
         self.kernels = ops.KernelSet(Layout.of(self.tables))
         self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
-        self._take_arrays()
-
-    def _take_arrays(self) -> None:
         self.arrays = ops.Arrays(list(self.weights.values()), [self.low.get(name) for name in self.weights])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -124,7 +124,8 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
     extra = read_extra(checkpoint, read_manifest(checkpoint))
     theirs = make_config(extra.config, origin=f"{checkpoint / MANIFEST}: extra: config")
     trained_on = PackedDataset.open(folder.encoder).info
-    added, renewed = _rows_added(setup, extra.tables, trained_on, folder.path), _renewed(setup.dataset, trained_on)
+    added, known = _rows_added(setup, extra.tables, trained_on, folder.path), trained_on.table_by_name
+    renewed = [own.name for own in setup.dataset.info.tables if own.vocabulary != known[own.name].vocabulary]
     reborn = {table: rows for table in renewed if len(rows := setup.dataset.reborn(table))}
     _check_model(setup, theirs, extra, folder.path)
     checksum = hashlib.sha256(read_file(checkpoint / MANIFEST)).hexdigest()
@@ -209,11 +210,6 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
             )
     num_rows = {table.name: table.num_embeddings for table in tables}
     return {table.name: table.num_embeddings - num_rows[table.name] for table in setup.tables}
-
-
-def _renewed(dataset: PackedDataset, theirs: DatasetInfo) -> list[str]:
-    """Returns the tables that have other vocabularies than in `theirs`, which is the dataset or the one before."""
-    return [own.name for own in dataset.info.tables if own.vocabulary != theirs.table_by_name[own.name].vocabulary]
 
 
 def _extends(table: Table, before: Table) -> bool:

@@ -85,7 +85,7 @@ class Meter:
         lines += [f"hotrow_request_seconds_sum {total:.6f}", f"hotrow_request_seconds_count {sum(codes.values())}"]
         lines.append("# TYPE hotrow_cells_total counter")
         for column, counts in list(scorer.seen.columns.items()):
-            name = _escaped(column)
+            name = column.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             lines += [f'hotrow_cells_total{{column="{name}",kind="{kind}"}} {n}' for kind, n in counts.items()]
         lines += ["# TYPE hotrow_version_info gauge", f'hotrow_version_info{{version="{scorer.version}"}} 1']
         return "\n".join(lines) + "\n"
@@ -178,11 +178,6 @@ def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
     app = make_app(scorer, deltas=deltas)
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
-
-
-def _escaped(name: str) -> str:
-    """Returns a name as the value of a label in Prometheus' text format."""
-    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 async def _read(request: Request) -> bytes:

@@ -226,11 +226,6 @@ class _Earlier:
         return replace(found, schema=schema)
 
 
-def statistics_of(dataset: PackedDataset, schema: Schema) -> Statistics | None:
-    """Returns the statistics of the training rows of a dataset; None if its schema has none."""
-    return Statistics.load(schema, dataset.statistics_path(), cure=MANIFEST_CURE) if schema.statistics else None
-
-
 @dataclass(frozen=True)
 class Encoder:
     """Reads and encodes raw rows as preparation did, by what training rows taught: for prediction, evaluation, serving.
@@ -274,7 +269,9 @@ class Encoder:
         elif sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2:
             # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
             vocabularies = {name: own.load() for name, own in vocabularies.items()}
-        statistics = statistics_of(dataset, made.schema)
+        statistics = None
+        if made.schema.statistics:
+            statistics = Statistics.load(made.schema, dataset.statistics_path(), cure=MANIFEST_CURE)
         return Encoder(source, made.schema, encodings, made.transforms, statistics, vocabularies)
 
     def batches(self, data: Any, **options: Any) -> Iterator[Batch]:

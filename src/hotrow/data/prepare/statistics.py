@@ -67,8 +67,10 @@ class Statistics:
         self._transforms = [spec.transforms for spec in self._specs]
         self.share = share_to_score(schema)
         """What the counts of rows to score are taken times."""
-        # A value takes its hash, two counts a fold or as much again as of one, and its place in the index.
-        max_values = MAX_BYTES // (max(1, len(self._specs)) * (24 + 8 * (_most_folds(schema))))
+        # A value takes its hash, two counts a fold or as much again as of one, and its place in the index. Earlier days
+        # are a fold more; of counts by time, `strict` ones keep more besides.
+        most_folds = 3 if schema.statistics_rule == "time" else NUM_FOLDS + 1
+        max_values = MAX_BYTES // (max(1, len(self._specs)) * (24 + 8 * most_folds))
         self.counts = [ValueCounts(num_folds, max_values=max_values, strict=strict) for _ in self._specs]
         """By statistic."""
         self.all = np.zeros((num_folds, 2), np.int64)
@@ -248,11 +250,6 @@ class Statistics:
                 raise ValueError(f"a count of {i} is out of range")
             counts.put(values.view(np.uint64), own.astype(np.uint32), zeros=zeros)
         return found
-
-
-def _most_folds(schema: Schema) -> int:
-    """Folds with one of earlier days; of counts by time, what `strict` ones keep besides."""
-    return NUM_FOLDS + 1 if schema.statistics_rule != "time" else 3
 
 
 def num_folds(schema: Schema) -> int:
