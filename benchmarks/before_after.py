@@ -56,7 +56,11 @@ def clicks(folder):
 
 def fit(folder, num_steps, **options):
     options = {f"train.{name}": value for name, value in {**options, "max_steps": num_steps}.items()}
-    return hotrow.fit(clicks(folder), label="click", time="ts", run=folder / "run", quiet=True, refit=False, **options)
+    # A schema of its own, and no map of scores: what `fit` guesses and chooses is not the same in all versions.
+    ids = {"categorical": [f"C{i}" for i in range(26)], "tables": {"default": {"min_count": 2}}}
+    schema = {"label": "click", "time": "ts", "dense": [f"I{i}" for i in range(13)], **ids}
+    options["calibration.method"] = None
+    return hotrow.fit(clicks(folder), schema=schema, run=folder / "run", quiet=True, refit=False, **options)
 
 def run_fit(folder, num_steps):
     from hotrow.run import trainer
