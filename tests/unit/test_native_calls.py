@@ -64,7 +64,8 @@ def within(extra, call):
     resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
     try:
         return call()
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's, of an output
+        assert isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         return None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
