@@ -198,8 +198,8 @@ class ValueCounts:
     def get(
         self, hashes: NDArray[np.uint64], own: NDArray[np.bool_] | None = None, folds: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint32]:
-        """Returns rows and positives of each value in all folds [n, 2]; of rows of which `own` is set, in all but
-        theirs."""
+        """Returns rows and positives of each row's value [n, 2]: in all folds, or if `own` is set for a row, in all
+        folds but that of the row."""
         out = np.empty((len(hashes), 2), np.uint32)
         self._native.get(hashes, own, folds, out)
         return out

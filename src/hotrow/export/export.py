@@ -470,8 +470,7 @@ def _dense(column: DenseColumn, made: RawRows | None) -> dict[str, Any]:
 
 
 def _statistics(schema: Schema) -> tuple[dict[str, Any], ...]:
-    """Returns of each statistic its features, what makes its inputs and their names, and what counts are taken
-    times."""
+    """Returns for each statistic its features, its priors, the names of its inputs, and the factor of its counts."""
     return tuple(
         {
             "features": list(spec.columns),

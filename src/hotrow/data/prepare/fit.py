@@ -137,7 +137,7 @@ def with_statistics(
     """Yields pieces with their statistics as dense columns.
 
     of_all: of all rows. before: of the training rows before these, if there is one fold; the pieces' are added. lagged:
-    with a lag, what training rows see, of training rows, and what other rows see, of all.
+    if there is a lag, the counts of training rows, which training rows see, and those of all rows, which others see.
     """
     for piece in pieces:
         trains, chunk = piece.codes == TRAIN, piece.chunk

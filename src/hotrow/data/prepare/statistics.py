@@ -66,7 +66,7 @@ class Statistics:
         self._columns = tuple(dict.fromkeys(column for spec in self._specs for column in spec.columns))
         self._transforms = [spec.transforms for spec in self._specs]
         self.share = share_to_score(schema)
-        """What the counts of rows to score are taken times."""
+        """The factor of the counts that rows to score see."""
         # A value takes its hash, two counts a fold or as much again as of one, and its place in the index. Earlier days
         # are a fold more; of counts by time, `strict` ones keep more besides.
         most_folds = 3 if schema.statistics_rule == "time" else NUM_FOLDS + 1
@@ -258,7 +258,7 @@ def num_folds(schema: Schema) -> int:
 
 
 def share_to_score(schema: Schema) -> float:
-    """Returns what the counts that rows to score see are taken times; see the module."""
+    """The factor of the counts that rows to score see; the module says why."""
     return 1.0 if num_folds(schema) == 1 else (NUM_FOLDS - 1) / NUM_FOLDS
 
 
