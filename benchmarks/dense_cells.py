@@ -273,8 +273,39 @@ def bfloat16_cells(*, quick: bool) -> list[Cell]:
     ]
 
 
+FEW_ROWS = (1, 8, 64, 128, 200, 256)
+"""What a server scores at a time, and the batches of `fit`."""
+SMALL_MLPS = ((367, 512, 256, 1), (13, 64, 8), (64, 200, 80, 1), (567, 128, 64, 1))
+
+
+def small_cells(*, quick: bool) -> list[Cell]:
+    """Returns the cells of MLPs on few rows."""
+    both = [(widths, rows) for widths in SMALL_MLPS for rows in (FEW_ROWS[:1] if quick else FEW_ROWS)]
+    return [mlp_cell(f"mlp_{'_'.join(map(str, widths))}_rows_{rows}", rows, widths) for widths, rows in both]
+
+
+def denormal_cell() -> Cell:
+    """Returns the cell of an MLP with 5 % denormal weights in its first layer, against it with zeros in their place."""
+    rows, widths = 200, (359, 64, 32, 1)
+
+    def build() -> tuple[Contender, Contender]:
+        own, other = (Dense(mlp_in_float32, rows, widths) for _ in range(2))
+        weight = own.parameters[0].data
+        weight[(torch.rand(weight.shape) < 0.05) & (weight == 0)] = 1e-39
+        return own, other
+
+    limit_s = partial(mlp_limit_s, widths, rows)
+    return Cell(name="mlp_denormals", peer="zeros", build=build, limit_s=limit_s, target=1 / 1.5)
+
+
 def dense_cells(*, quick: bool) -> list[Cell]:
     """Returns every cell; quick ones have few samples."""
     batch_size = 128 if quick else 2048
     found = [interaction_cell(f"interaction_26_dim{dim}", batch_size, 26, dim) for dim in (16, 64, 128)]
-    return [*found, mlp_cell("mlp_367_512_256_1", batch_size, (367, 512, 256, 1)), *bfloat16_cells(quick=quick)]
+    return [
+        *found,
+        mlp_cell("mlp_367_512_256_1", batch_size, (367, 512, 256, 1)),
+        *small_cells(quick=quick),
+        denormal_cell(),
+        *bfloat16_cells(quick=quick),
+    ]
