@@ -2,6 +2,7 @@
 
     pip install lightgbm==4.7.0 catboost==1.2.10 scikit-learn  # with --peers fuxictr: fuxictr==2.3.10
     python -m benchmarks.quality FOLDER [--files NAME...] [--seeds 5] [--peers NAME...] [--out quality.json]
+                                        [--scores FOLDER]
 
 FOLDER holds the files that benchmarks/quality.yaml lists, which says where each is from. Each becomes one CSV file with
 a label of 0 or 1 and times in seconds, without what leaks; hotrow trains on it, told of label and time alone, and
@@ -162,23 +163,30 @@ def paired(label: Floats, ours: Floats, theirs: Floats) -> dict[str, float]:
     }
 
 
-def compare(path: Path, told: Mapping[str, Any], names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns the figures of all contenders on one file; prints each when it is known."""
+def compare(
+    path: Path, told: Mapping[str, Any], names: Sequence[str], seeds: Sequence[int], kept: Path | None
+) -> dict[str, Any]:
+    """Returns the figures of all contenders on one file; prints each when it is known. kept: where scores of the
+    contenders that have finished lie, which are not run again."""
     frame = clear(path, told)
     split, categorical = split_of(frame), told.get("categorical", ())
     label = frame["label"].to_numpy()[split == 2].astype(float)
     found: dict[str, Any] = {"file": path.name, "rows": np.bincount(split).tolist(), "positive": float(label.mean())}
-    with tempfile.TemporaryDirectory(prefix="hotrow-quality-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="hotrow-quality-") as temporary:
+        folder = kept / path.name if kept else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         frame.write_csv(folder / "rows.csv")
         frame.filter(split == 2).write_csv(folder / "test.csv")
         np.save(folder / "split.npy", split)
         for one in names:
-            child = multiprocessing.get_context("spawn").Process(target=contend, args=(one, folder, categorical, seeds))
-            child.start()
-            child.join()
-            if child.exitcode:
-                raise RuntimeError(f"{one} failed on {path.name}: the reason stands above")
+            if not (folder / f"{one}.json").exists():
+                child = multiprocessing.get_context("spawn").Process(
+                    target=contend, args=(one, folder, categorical, seeds)
+                )
+                child.start()
+                child.join()
+                if child.exitcode:
+                    raise RuntimeError(f"{one} failed on {path.name}: the reason stands above")
             figures = judged(label, np.load(folder / f"{one}.npy")) | json.loads((folder / f"{one}.json").read_text())
             print(json.dumps({"file": path.name, "contender": one, **figures}), flush=True)
             found.setdefault("contenders", {})[one] = figures
@@ -221,6 +229,7 @@ def main() -> int:
         "--peers", nargs="*", choices=list(PEERS), default=USUAL, help="these peers (default: all but fuxictr)"
     )
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--scores", type=Path, help="keeps scores here; contenders that have some are not run again")
     given = parser.parse_args()
     every = [
         one for one in yaml.safe_load(LIST.read_text(encoding="utf-8")) if not given.files or one["file"] in given.files
@@ -234,7 +243,8 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other crawl on a busy machine
     cells = []
     for told in every:
-        cells.append(compare(given.folder / told["file"], told, [HOTROW, *given.peers], range(1, given.seeds + 1)))
+        names, seeds = [HOTROW, *given.peers], range(1, given.seeds + 1)
+        cells.append(compare(given.folder / told["file"], told, names, seeds, given.scores))
         if given.out:
             given.out.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     print(page(cells))

@@ -300,11 +300,14 @@ def scores_of(
         # Encodings of rows by those before them need the order of time.
         train, kept = (which[np.argsort(rows.times[which], kind="stable")] for which in (train, kept))
     tried = []
+    settings_s = []
     for setting in settings:
+        start = time.perf_counter()
         judged, rounds = fit(rows, train, val, setting, seeds[0], None)
         tried.append((float(logloss(rows.label[val], judged).mean()), rounds, setting))
+        settings_s.append(time.perf_counter() - start)
     best, rounds, setting = min(tried, key=lambda one: one[0])
-    chosen = {"setting": setting, "rounds": rounds, "validation_logloss": best}
+    chosen = {"setting": setting, "rounds": rounds, "validation_logloss": best, "settings_s": settings_s}
     start = time.perf_counter()
     scores = [fit(rows, kept, test, setting, seed, rounds)[0] for seed in seeds]
     return scores, chosen | {"seeds_s": time.perf_counter() - start}
