@@ -302,6 +302,19 @@ def plain(array: pa.Array) -> pa.Array:
     return array
 
 
+def without_views(column: Any) -> Any:
+    """Lists of text or bytes in the layouts of views, for which Arrow lacks functions, in a plain one; others as they
+    are."""
+
+    def plain_kind(kind: pa.DataType) -> pa.DataType:
+        if is_list(kind):
+            return pa.large_list(plain_kind(kind.value_type))
+        return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
+
+    is_such = is_list(column.type) and "_view" in str(column.type)
+    return column.cast(plain_kind(column.type)) if is_such else column
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether a type is UTF-8 text in any layout."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

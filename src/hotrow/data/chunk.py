@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -51,8 +52,10 @@ class RowError(ValueError):
 
     def but(self, **changed: Any) -> RowError:
         """Returns the same error with another `line` or `reason`."""
-        fields = {name: getattr(self, name) for name in ("file", "line", "column", "name", "reason")}
-        return RowError(**{**fields, **changed})
+        return RowError(**{**vars(self), **changed})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RowError, **vars(self)), ()
 
 
 @dataclass(frozen=True)

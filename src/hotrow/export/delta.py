@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet
 import torch
 from pydantic import Field
@@ -50,6 +51,9 @@ from hotrow.base.version import __version__
 from hotrow.data.chunk import keys_from_arrow, keys_to_arrow
 from hotrow.data.native import hash_keys, stores_bytes
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
+from hotrow.data.sources.columnar import open_columnar, pieces_of
+from hotrow.data.sources.inputs import InputFile
+from hotrow.data.sources.tabular import naming
 from hotrow.export import export as whole
 from hotrow.export.dense import DENSE
 from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, copy_file, file_record, verify_files
@@ -336,12 +340,13 @@ def _tables(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
     """
     yield schema.empty_table()
     if is_there(path):
-        with open_file(path) as file:
-            found = pa.parquet.ParquetFile(file)
-            if not found.schema_arrow.equals(schema):
+        file = InputFile(str(path), str(path.absolute()), pa.fs.LocalFileSystem(), path.stat().st_size, 0)
+        with naming(file):
+            found = open_columnar(file)
+            if not found.schema.equals(schema):
                 raise ValueError(f"{path} has other columns than {', '.join(schema.names)}; {_CURE}")
-            for batch in found.iter_batches(_at_once(schema)):
-                yield pa.Table.from_batches([batch])
+            for batch in pieces_of(found, 0, schema.names, _at_once(schema)):
+                yield pa.Table.from_batches([batch]).cast(schema)
 
 
 # ---- the chain
@@ -466,7 +471,12 @@ def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, .
         with open_file(folder / name) as file:
             if 8 + int.from_bytes(file.read(8), "little") != len(head):
                 raise ValueError(f"{folder / name}: its rows are not at byte {len(head)}; take a whole export")
-    staged = [name for name in after.files if _stage(folder, path, name, after, delta, is_half=is_half)]
+    try:
+        staged = [name for name in after.files if _stage(folder, path, name, after, delta, is_half=is_half)]
+    except ValueError:  # refused: nothing stays
+        for name in after.files:
+            _beside(folder / name).unlink(missing_ok=True)
+        raise
     _CHAIN.write(folder / CHAIN, Chain((*exports, delta.result)))
     (folder / EXPORT).unlink(missing_ok=True)  # so that nobody reads it
     sync_folder(folder)
@@ -513,7 +523,6 @@ def _stage(folder: Path, path: Path, name: str, after: Description, delta: Delta
     else:
         copy_file(source, _beside(own))
     if not fits or file_record(_beside(own)) != wanted:
-        _beside(own).unlink()
         raise ValueError(f"{own} comes out otherwise than in the new export; {_CURE}, or take a whole export")
     return True
 

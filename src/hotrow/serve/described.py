@@ -26,6 +26,7 @@ from hotrow.export.export import ENCODER, EXPORT, Description
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.layers import Network
+from hotrow.models.spec import on_paper
 from hotrow.objectives.calibration import calibrated
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
@@ -82,20 +83,28 @@ def tables_of(about: Description) -> list[TableConfig]:
     return [TableConfig(**{name: each[name] for name in fields}, feature_names=tuple(each["features"])) for each in own]
 
 
-def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the network before its weights are loaded, and the function that makes scores of its outputs."""
+def network_of(
+    about: Description, weights: dict[str, torch.Tensor]
+) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor]]:
+    """Returns the network, and the function that makes scores of its outputs. Raises ValueError if `weights` are not
+    those of its layers, which then take no memory."""
     options: dict[str, Any] = dict(about.model)
     num_dense, edges = options.pop("num_dense"), options.pop("edges", ())
     spec = MODELS[options["name"]].model_validate_json(json.dumps(options))
     dims = {str(own["name"]): own["embedding_dim"] for own in about.tables}
     more: dict[str, Any] = {"num_outputs": len(about.labels)} if len(about.labels) > 1 else {}
     more |= {"edges": edges} if edges else {}
-    network = spec.build(
+    build = partial(
+        spec.build,
         num_dense=num_dense,
         dims={str(own["name"]): dims[str(own["table"])] for own in about.features},  # type: ignore[misc]
         generator=torch.Generator(),
         **more,
     )
+    if {k: own.shape for k, own in on_paper(build).items()} != {k: own.shape for k, own in weights.items()}:
+        raise ValueError("its layers have other shapes than their weights")
+    network = build()
+    network.load_state_dict(weights)
     return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration)
 
 

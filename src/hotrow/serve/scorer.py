@@ -170,7 +170,11 @@ class Scorer:
                 shutil.rmtree(path)  # an earlier process ended while it removed it
             if not (is_next and is_taken(path)):
                 apply_delta(now.path, delta, path)  # which says why, if it is not the next one
-            opened = Version(path, self._budget)
+            try:
+                opened = Version(path, self._budget)
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
             self._versions = opened, now
             now.mapped.unpin()
             opened.mapped.pin()

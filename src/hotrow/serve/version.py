@@ -63,8 +63,7 @@ class Version:
                 self._embedding = EmbeddingCollection(tables, memory=self.mapped)
             if sorted(self._embedding.feature_names) != sorted(encoder.schema.feature_names):
                 raise ValueError("features of the tables are not those of the encoder")
-            self._model, self._scores = network_of(about)
-            self._model.load_state_dict(load(read_file(path / WEIGHTS)))
+            self._model, self._scores = network_of(about, load(read_file(path / WEIGHTS)))
             self._packed = ops.Packed(self._model.parameters())
             self.usual = seen_of(about)
             self._encoder, self._cells = encoder, cells_of(encoder, self.usual)

@@ -15,12 +15,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import NoRowsError
-from hotrow.data.sources.columnar import open_columnar
+from hotrow.data.sources.columnar import open_columnar, pieces_of
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.tabular import FrameReader, TableReader, naming, partition_types, with_partition
 
 SAMPLE_ROWS = 60_000
+SAMPLE_BYTES = 64 << 20
+"""Bytes of text in the sample: lines of more than 1 KB are fewer."""
 NUM_PLACES = 16
 """Places in all files from which rows are taken; in each file there are three or more."""
 NUM_RUNS = 256
@@ -94,8 +96,10 @@ def _of_text(reader: KeptReader, file_index: int, num_wanted: int) -> tuple[pa.T
     num_rows = reader.rows_in(file_index)
     length = num_rows if num_rows <= num_wanted else -(-num_wanted // NUM_PLACES)
     starts = [0] if num_rows <= num_wanted else np.linspace(0, num_rows - length, NUM_PLACES).astype(int).tolist()
-    runs = [_numbered(reader.some(file_index, start, length), start + np.arange(length)) for start in starts]
-    return pa.concat_tables(runs), num_rows, num_rows <= num_wanted
+    some = SAMPLE_BYTES * num_wanted // SAMPLE_ROWS // len(starts)
+    runs = [reader.some(file_index, start, length, some) for start in starts]
+    rows = [_numbered(run, start + np.arange(len(run))) for start, run in zip(starts, runs, strict=True)]
+    return pa.concat_tables(rows), num_rows, sum(map(len, rows)) == num_rows
 
 
 def _spread(table: pa.Table) -> pa.Table:
@@ -143,7 +147,7 @@ def _of_groups(
             inside = place - int(ends[group] - opened.sizes[group])
             inside = min(inside, most_skipped // num_places // max(len(columns), 1))
             first = int(ends[group] - opened.sizes[group]) + inside
-            own = list(_rows_after(opened.batches(group, columns, min(length, 65536)), inside, length))
+            own = list(_rows_after(pieces_of(opened, group, columns, min(length, 65536)), inside, length))
             numbers.append(np.arange(first, first + sum(map(len, own))))
             parts += own
     names = [name for name in reader.schema.names if name in columns or name in partition_types([file])]
@@ -151,7 +155,11 @@ def _of_groups(
     batches = [with_partition(batch, file, names, kinds) for batch in parts]
     if not batches:
         return _numbered(opened.schema.empty_table().select(columns)), total, True
-    return _numbered(pa.Table.from_batches(batches), np.concatenate(numbers)), total, total <= num_rows
+    rows = pa.Table.from_batches(batches)
+    for place, name in enumerate(names):  # text comes coded, for as little memory, and is written out here
+        if name in columns and not pa.types.is_dictionary(kind := opened.schema.field(name).type):
+            rows = rows.set_column(place, name, rows.column(place).cast(kind))
+    return _numbered(rows, np.concatenate(numbers)), total, total <= num_rows
 
 
 def _rows_after(batches: Iterator[pa.RecordBatch], first: int, num_rows: int) -> Iterator[pa.RecordBatch]:

@@ -23,9 +23,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from hotrow.data.cells import Column, column_of, in_arrow, is_text, value_type
+from hotrow.data.cells import Column, column_of, in_arrow, is_text, value_type, without_views
 from hotrow.data.chunk import FileInfo, RowError
-from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, ColumnarFormat, open_columnar, told_by_bytes
+from hotrow.data.packed.reader import MALFORMED
+from hotrow.data.sources.columnar import (
+    COLUMNAR_SUFFIXES,
+    ColumnarFile,
+    ColumnarFormat,
+    open_columnar,
+    pieces_of,
+    told_by_bytes,
+)
 from hotrow.data.sources.inputs import InputFile, prefetch
 from hotrow.data.sources.schema import CsvSpec
 
@@ -167,7 +175,10 @@ def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -
         frame = {name: [row.get(name) for row in frame] for name in names}
     is_any = values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas."))
     try:
-        return Mixed.of({str(name): column_of(frame[name]) for name in frame}) if is_any else _to_table(frame)
+        if is_any:
+            return Mixed.of({str(name): column_of(frame[name]) for name in frame})
+        table = _to_table(frame)
+        return pa.table([*map(without_views, table.columns)], names=table.column_names)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         # pandas passes on columns of Python objects, which may be of several types; Arrow then names the column.
         text = "; ".join(str(argument) for argument in error.args)
@@ -207,11 +218,10 @@ class ColumnarReader(TableReader):
         self._partition_types = partition_types(files)
         self.schema, self.lacking = united([self._file_schema(i) for i in range(len(files))], self.files)
 
-    def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> ColumnarFile:
-        """Opens one file; `text_columns` are read as dictionaries, as they are stored."""
+    def _opened(self, file_index: int) -> ColumnarFile:
         file = self._files[file_index]
         with naming(file):
-            opened = open_columnar(file, text_columns)
+            opened = open_columnar(file)
         names = opened.schema.names
         if len(set(names)) < len(names):
             again = next(name for name in names if names.count(name) > 1)
@@ -246,9 +256,7 @@ class ColumnarReader(TableReader):
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`."""
-        absent = {*self._partition_types, *self.lacking.get(self.files[file_index].path, ())}
-        text = [c for c in columns if c not in absent and is_text(self.schema.field(c).type)]
-        file, opened = self._files[file_index], self._opened(file_index, text_columns=text)
+        file, opened = self._files[file_index], self._opened(file_index)
         with naming(file):
             sizes = opened.sizes
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
@@ -256,7 +264,7 @@ class ColumnarReader(TableReader):
         row = int(starts[min(group, len(sizes))])
         stored = [c for c in columns if c in opened.schema.names]
         with naming(file):
-            for batch in prefetch(opened.batches(group, stored)):
+            for batch in prefetch(pieces_of(opened, group, stored)):
                 kinds = {name: self.schema.field(name).type for name in columns} | self._partition_types
                 batch = self._as_in_others(with_partition(batch, file, columns, kinds))
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
@@ -308,7 +316,7 @@ def with_partition(
     arrays = []
     for name in columns:
         if name in places:
-            arrays.append(batch.column(places[name]))
+            arrays.append(without_views(batch.column(places[name])))
         else:
             arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types.get(name, pa.string())), len(batch)))
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
@@ -679,14 +687,17 @@ def naming(file: InputFile) -> Iterator[None]:
     """Turns Arrow's errors into ValueErrors that name the file and the cure."""
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except MALFORMED as error:
         text = " ".join(str(error).split())
         cures = {
             "Truncated compressed stream": "the file is cut short; fetch it again",
+            "UTF8": "write it again with text in UTF-8",
+            "once it is decoded": "if you trust it, write it again without compression, or as CSV",
+            "for one row": "leave the column out of the file, or cut its cells",
             "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; correct it",
             "cannot infer number of columns": "the header is empty, or a quote in it is never closed; correct it",
             "Parquet magic bytes not found": "the file is cut short or is not a Parquet file; write it again",
-            "Not an Arrow file": "the file is cut short; write it again",
+            "requires a buffer": "the file is cut short; write it again",
             "ORC postscript": "the file is cut short; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
