@@ -3,11 +3,13 @@
 import gzip
 import importlib.util
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.feather
@@ -46,8 +48,9 @@ def test_lines_end_any_way(end: str, many: int, tmp_path: Path) -> None:
     assert read(source)["item"] == [f"i{i % 9}" for i in range(many)]
     assert source.scout().num_rows == many
     path.write_bytes((end.join([*lines, "1", "0,i1"]) + end).encode())
-    with pytest.raises(RowError, match=rf"x\.csv:{many + 2}: too few columns, 1 instead of 2, in '1'"):
+    with pytest.raises(RowError, match=rf"x\.csv:{many + 2}: too few columns, 1 instead of 2, in '1'") as error:
         read(open_source("auto", path, label="y").source)
+    assert vars(pickle.loads(pickle.dumps(error.value))) == vars(error.value)
     path.write_bytes(end.join(lines).encode() + f"{end}1,".encode() + b"\xff")
     with pytest.raises(ValueError, match=rf"x\.csv:{many + 2}: byte \d+ is not UTF-8"):
         read(open_source("auto", path, label="y").source)
@@ -157,6 +160,16 @@ def test_feather_and_orc_are_read_as_parquet_is(kind: str, suffix: str, tmp_path
         assert rest["item"] == rows["item"][N + first :]
     assert "tags" in guess_columns(paths[0], label="y").schema().feature_names
     assert read(ColumnsSource(paths, schema_of("day", dense=[])))["day"] == [1] * N + [2] * N
+
+
+def test_lists_of_views_are_read(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"y": LABELS, "tags": [["a", f"b{i % 5}"] for i in range(N)], "item": ITEMS})
+    frame.write_ipc(tmp_path / "x.feather", compat_level=pl.CompatLevel.newest())
+    assert "view" in str(pyarrow.feather.read_table(tmp_path / "x.feather").schema)
+    for data in (frame, tmp_path / "x.feather"):
+        guess = guess_columns(data, label="y").schema()
+        assert {"tags", "item"} <= {*guess.feature_names}
+        assert read(ColumnsSource(data, guess))["tags"] == frame["tags"].to_list()
 
 
 def test_files_of_columns_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -798,10 +798,6 @@ def main() -> None:
         for argument in sys.argv[1:]:  # records of runs and of datasets could not hold bytes that are not UTF-8
             check_text(argument, what="an argument")
         app()
-    except BrokenPipeError:
-        # The reader of our output has closed it; what is left in the buffer must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
         if os.environ.get("HOTROW_DEBUG") == "1":
             traceback.print_exc()

@@ -303,16 +303,14 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def without_views(column: Any) -> Any:
-    """Lists of text or bytes in the layouts of views, for which Arrow lacks functions, in a plain one; others as they
-    are."""
+    """A column without the layouts of views, for which Arrow lacks functions."""
 
     def plain_kind(kind: pa.DataType) -> pa.DataType:
         if is_list(kind):
             return pa.large_list(plain_kind(kind.value_type))
         return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
 
-    is_such = is_list(column.type) and "_view" in str(column.type)
-    return column.cast(plain_kind(column.type)) if is_such else column
+    return column.cast(plain_kind(column.type)) if "_view" in str(column.type) else column
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -37,6 +37,7 @@ from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.models import MODELS
 from hotrow.objectives import BY_GROUP
+from hotrow.objectives.binary import BinaryCrossEntropy
 from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder
 from hotrow.run.record import Candidate, Choice
 from hotrow.run.selection import difference, losses_by_step, step_to_stop_at
@@ -50,6 +51,10 @@ LENGTHS = {"": 1 / 3, "-full": 1.0, "-long": 1.6}
 """Epochs, as a share of the recipe's, by what the name of a run ends in. The learning rate falls to zero in each."""
 WHOLE = "whole"
 """The run on all rows, if candidates had a sample."""
+
+
+FEW_ROWS = 100
+"""Fewer rows to train on than this make no model."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,15 @@ class Asked:
         raw = {**(self.recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
         with folder:
             config = make_config(apply_overrides(raw, self.changes), origin="fit")
+            num_rows, given = dataset.split("train").num_rows, self.given
+            if isinstance(config.objective, BinaryCrossEntropy):
+                _check_labels(dataset)
+            if num_rows < FEW_ROWS:
+                text = f"{num_rows} rows to train on are no basis for a model: its scores are chance; give thousands"
+                folder.warn("few_training_rows", text)
+                self.announce(folder, f"warning: {text}")
             if self.recipe is not None:
                 return config
-            num_rows, given = dataset.split("train").num_rows, self.given
             sizes = {name: getattr(config.train, name) for name in ("batch_size", "epochs") if f"train.{name}" in given}
             validated = "val" in dataset.splits and dataset.split("val").num_rows > 0
             rated = config.model.objective in BY_GROUP and len(dataset.info.labels) == 1
@@ -108,6 +119,20 @@ class Asked:
                 f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
             )
         return config
+
+
+def _check_labels(dataset: PackedDataset) -> None:
+    """Raises ValueError if a label is the same in all rows that train."""
+    split = dataset.split("train")
+    for place, label in enumerate(dataset.info.labels):
+        first = split.block(0).labels[place][0] if split.num_rows else 0.0
+        if split.num_rows and all(
+            (split.block(block).labels[place] == first).all() for block in range(split.num_blocks)
+        ):
+            raise ValueError(
+                f"label {label.name!r} is {first:g} in all {split.num_rows:,} rows to train on, so there is "
+                "nothing to tell apart: give rows of both kinds, or say which values are positive (--positive)"
+            )
 
 
 def can_refit(opened: OpenedSource, config: Config) -> bool:

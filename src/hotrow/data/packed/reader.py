@@ -118,8 +118,8 @@ class _MappedPart:
 
 
 class FlatTable(NamedTuple):
-    """A table of a flatbuffer, as Arrow's messages and footers are: it begins with the distance back to its vtable,
-    which lists, from byte 4 on, where each field is (0: absent)."""
+    """A table of a flatbuffer, as Arrow's messages and footers are. It begins with the distance back to its vtable,
+    which lists from byte 4 on where each field is (0: absent)."""
 
     data: bytes
     place: int

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -51,8 +51,6 @@ _DICTIONARY, _BYTE_ARRAY, _STRUCT = 2, 6, 12
 _CODECS = ("", "snappy", "gzip", "lzo", "brotli", "lz4_raw", "zstd", "lz4_raw")
 _HEADER_BYTES = 1 << 14
 """What a page's header may take; with statistics it has a few hundred bytes."""
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 8, "BYTE_ARRAY": 4}
-"""Bytes of a decoded value by Parquet's type; 8 if it is not here. Text is a code."""
 
 
 def check_decoded(what: str, num_bytes: int, stored_bytes: int) -> None:
@@ -61,29 +59,10 @@ def check_decoded(what: str, num_bytes: int, stored_bytes: int) -> None:
         raise pa.ArrowInvalid(f"{what} has {size(num_bytes)} once it is decoded, above {size(most)} for such a file")
 
 
-class ColumnarFile(Protocol):
-    """An open file whose rows are stored in groups, column by column."""
-
-    @property
-    def source(self) -> InputFile: ...
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Name and type of every column."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The number of rows of each group."""
-
-    def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
-        """Yields `columns` of the groups from number `first` on; of Parquet `num_rows` at a time, or if it is None as
-        many as BATCH_BYTES hold, so that a dictionary serves many. Text may be coded. Call `pieces_of`, not this."""
-
-
 def pieces_of(
     file: ColumnarFile, first: int, columns: Sequence[str], num_rows: int | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yields rows as `ColumnarFile.batches`, checked, in pieces of at most PIECE_BYTES with each cell written out.
+    """Yields rows as `batches` of the file, checked, in pieces of at most PIECE_BYTES with each cell written out.
 
     Raises ArrowInvalid for text that is not UTF-8 and what else is malformed, and for rows that take too much.
     """
@@ -190,7 +169,7 @@ class _ParquetFile:
                 num_bytes, num_values, longest = _in_pages(pages, self._groups[group][1][leaf][3])
             except (LookupError, TypeError, ValueError, RecursionError, struct.error):
                 raise pa.ArrowInvalid(f"column {own.path!r}: its pages do not begin as pages do") from None
-            width = _WIDTHS.get(own.physical_type, max(own.length, 8)) + (0 if _is_coded(own) else longest)
+            width = max(own.length, 8) + (0 if _is_coded(own) else longest)
             decoded += num_bytes + num_values * width
             uneven += num_bytes + num_values * width * (own.max_repetition_level > 0)
             check_decoded(f"column {own.path!r} of row group {group}", uneven, self.source.num_bytes)
@@ -233,10 +212,8 @@ def _longest(page: bytes, codec: str, num_bytes: int) -> int:
 
 def _thrift(data: bytes, at: int, kind: int) -> tuple[Any, int]:
     """A value in Thrift's compact protocol, a struct as its fields by number, and where it ends."""
-    if kind in (1, 2):
-        return kind == 1, at
-    if kind in (3, 7):
-        return None, at + (8 if kind == 7 else 1)
+    if kind in (1, 2, 3, 7):  # of no interest
+        return None, at + {3: 1, 7: 8}.get(kind, 0)
     if kind in (4, 5, 6, 8):
         value, at = _varint(data, at)
         return (value >> 1 ^ -(value & 1), at) if kind != 8 else (None, at + value)
@@ -278,7 +255,11 @@ class _ArrowFile:
                     f"{file.name}: Feather's version 1 cannot be read; write it again as version 2 (to_feather), "
                     "or as Parquet"
                 )
-            dictionaries, self._blocks = _blocks(stream)
+            stream.seek(stream.size() - 10)
+            (length,) = struct.unpack("<i6x", stream.read(10))
+            stream.seek(stream.size() - 10 - length)
+            footer = FlatTable.root(stream.read(length))
+            dictionaries, self._blocks = (list(footer.structs(number, "<qi4xq")) for number in (2, 3))
             for block in dictionaries:
                 _check_message(file, stream, block)
         self.schema = self._reader(None).schema
@@ -299,22 +280,11 @@ class _ArrowFile:
             yield reader.get_batch(group)
 
 
-Block = tuple[int, int, int]
-"""Where a message lies in the file, and the bytes of its head and of its body."""
+def _check_message(file: InputFile, stream: Any, block: tuple[int, ...]) -> None:
+    """Raises ArrowInvalid if the buffers of a message take too much once they are decompressed.
 
-
-def _blocks(stream: Any) -> tuple[list[Block], list[Block]]:
-    """The messages with dictionaries and those with rows, as the footer of an Arrow file names them."""
-    stream.seek(max(stream.size() - 10, 0))
-    (length,) = struct.unpack("<i6x", stream.read(10))
-    stream.seek(max(stream.size() - 10 - length, 0))
-    footer = FlatTable.root(stream.read(max(length, 0)))
-    dictionaries, batches = (list(footer.structs(number, "<qi4xq")) for number in (2, 3))
-    return dictionaries, batches
-
-
-def _check_message(file: InputFile, stream: Any, block: Block) -> None:
-    """Raises ArrowInvalid if the buffers of a message take too much once they are decompressed."""
+    block: where it lies, and the bytes of its head and of its body.
+    """
     at, head_bytes, body_bytes = block
     stream.seek(at)
     head = stream.read(head_bytes)
@@ -342,6 +312,7 @@ class _OrcFile:
 
     @property
     def sizes(self) -> Sequence[int]:
+        """The number of rows of each group."""
         return [self.file.nrows]
 
     def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
@@ -357,3 +328,9 @@ class _OrcFile:
                 parts, num_bytes = [], 0
         if parts:
             yield pa.concat_batches(parts)
+
+
+ColumnarFile: TypeAlias = _ParquetFile | _ArrowFile | _OrcFile
+"""An open file whose rows are stored in groups, column by column. `batches` yields columns of the groups from number
+`first` on: of Parquet `num_rows` at a time, or if it is None as many as BATCH_BYTES hold, so that a dictionary
+serves many; text may be coded."""

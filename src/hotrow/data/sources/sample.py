@@ -156,9 +156,9 @@ def _of_groups(
     if not batches:
         return _numbered(opened.schema.empty_table().select(columns)), total, True
     rows = pa.Table.from_batches(batches)
-    for place, name in enumerate(names):  # text comes coded, for as little memory, and is written out here
-        if name in columns and not pa.types.is_dictionary(kind := opened.schema.field(name).type):
-            rows = rows.set_column(place, name, rows.column(place).cast(kind))
+    for place, own in enumerate(rows.schema):  # text comes coded, for as little memory, and is written out here
+        if pa.types.is_dictionary(own.type) and not pa.types.is_dictionary(reader.schema.field(own.name).type):
+            rows = rows.set_column(place, own.name, rows.column(place).cast(own.type.value_type))
     return _numbered(rows, np.concatenate(numbers)), total, total <= num_rows
 
 
