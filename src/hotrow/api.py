@@ -36,7 +36,7 @@ from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of
 from hotrow.base.records import nearest
 from hotrow.batch import Batch
-from hotrow.config.load import apply_overrides, make_config, options, overrides_of, with_model
+from hotrow.config.load import apply_overrides, make_config, options, overrides_of, read_config, with_model
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.groups import Groups
@@ -68,10 +68,10 @@ from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_witho
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.choice import Asked, Selection, can_refit, recipe_of, selection_line, with_validation_rows
 from hotrow.run.evaluate import evaluate
-from hotrow.run.folder import ROWS, RUN, RunFolder, check_free, resume_command
+from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
-from hotrow.run.runs import config_of, make_folder, train
+from hotrow.run.runs import config_of, make_folder, resume, train
 from hotrow.run.storage import close_tiers
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
@@ -595,7 +595,8 @@ def fit(
     parts = check_options(**changed)
     name, asked = f"{_name_of(data)}-{model}", Asked(recipe, changes, quiet=quiet)
     with joined() as comm:
-        on_every_rank(comm, lambda: check_free(run))
+        stopped = None if packed else _stopped(run)
+        on_every_rank(comm, lambda: None if stopped else check_free(run))
         if packed:
             dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
             folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
@@ -614,6 +615,12 @@ def fit(
         if schema is None and not opened.schema.statistics:  # a published layout, whose schema is as published
             opened = replace(opened, schema=opened.schema.with_defaults())
         opened = opened.with_options(**changed)
+        if stopped is not None:
+            raw = read_config(stopped / CONFIG)
+            same = make_config(apply_overrides(raw, changes), origin="fit") == make_config(raw, origin="fit")
+            if not same or RunFolder.open(stopped).record.preparation != fingerprint(opened):
+                check_free(run)  # which says that another run is there
+            return _beside(Run(resume(stopped, quiet=quiet).path), rivals=rivals, quiet=quiet)
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
             with folder:
                 if refit and can_refit(opened, checked):
@@ -631,6 +638,14 @@ def fit(
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
             return _beside(Run(train(decided, folder=folder, quiet=quiet).path), rivals=rivals, quiet=quiet)
+
+
+def _stopped(run: Path | str | None) -> Path | None:
+    """The folder of a run that prepared its own data and ended within its training; None if there is none."""
+    if not isinstance(run, str | Path) or not is_taken(Path(run) / CONFIG):
+        return None
+    record = RunFolder.open(run).record
+    return None if record.preparation is None or record.status == "finished" else Path(run)
 
 
 def _beside(run: Run, *, rivals: bool, quiet: bool) -> Run:
