@@ -72,6 +72,7 @@ from hotrow.run.folder import ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, train
+from hotrow.run.several import train_all
 from hotrow.run.storage import close_tiers
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
@@ -620,8 +621,8 @@ def fit(
                     is_free = choice and schema is None
                     selection = Selection(folder, opened, asked, checked, choice=is_free)
                     with closing(selection.runs()) as found:
-                        for own, decided, is_quiet in found:
-                            train(decided, folder=own, quiet=is_quiet)
+                        for jobs in found:
+                            train_all(jobs)
                     if selection.run.record.status != "finished":
                         folder.update(status=selection.run.record.status)
                         return Run(selection.run.path)
