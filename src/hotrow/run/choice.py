@@ -7,8 +7,8 @@
 
 Features are the schema's `statistics` here: none, those of one column, of up to two, of up to three, each by the rules
 of `statistics_by`. All train on a short schedule, the better half on a full one, and the best of these for more epochs
-too, unless it stopped before the end of that one. Within one standard error of the lowest loss the plainest is taken:
-few validation rows cannot tell more.
+too, unless it stopped before the end of that one. Of features within one standard error of the lowest loss the plainest
+are taken: few validation rows cannot tell more.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def with_validation_rows(selection: Selection, *, quiet: bool) -> tuple[OpenedSo
 
 
 def _last_good_step(own: RunFolder) -> int:
-    """Returns the step of the last weights that are, within noise, as good as those that a selection chose."""
-    chosen = own.record.chosen_step or 0
-    if own.record.monitor != own.record.trained_for.loss_figure:
-        return chosen
-    return step_to_stop_at(own.measurements(), chosen)
+    """Returns the step of the last weights that are, within noise, as good as the best ones of a selection."""
+    losses = losses_by_step(own.measurements())
+    if own.record.monitor != own.record.trained_for.loss_figure or not losses:
+        return own.record.chosen_step or 0
+    return step_to_stop_at(losses)
 
 
 def selection_line(own: RunFolder, changes: Mapping[str, Any]) -> str:
@@ -268,7 +268,7 @@ class Selection:
         is_free = self._sample == 1 and "train.epochs" not in self._asked.given
         if is_free and chosen.run.record.ended == ALL_DONE:
             last += yield from self._try([chosen.features], "-long")
-            chosen = plainest([chosen, last[-1]])
+            chosen = min(chosen, last[-1], key=lambda each: each.loss)
         self._take(chosen, min(last, key=lambda each: each.loss))
         if self._sample < 1:
             self.run = yield from self._whole(self._folder.selection)
@@ -317,7 +317,7 @@ class Selection:
         if own.record.status != "finished":
             raise Interrupted(f"{own.path} was stopped; the same command goes on behind what has finished")
         record, losses = own.record, losses_by_step(own.measurements())
-        found = _Tried(features, own, losses.get(record.chosen_step or 0, losses[max(losses)]))
+        found = _Tried(features, own, losses[step_to_stop_at(losses)])
         self._tried.append(found)
         figures = record.trained_for.line((record.metrics or {})["val"])
         self._asked.announce(self._folder, f"{found.name}: {figures} on validation rows, {record.train_s or 0.0:.1f} s")
