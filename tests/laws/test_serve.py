@@ -217,12 +217,14 @@ def test_every_model_scores_requests_as_predict_does(packed: Path, tmp_path: Pat
     config["train"] = {**BASE["train"], "max_steps": 12}
     run = hotrow.load(runs.train(make_config(config), quiet=True).path)
     run.export(tmp_path / "out")
-    rows = rows_of(some(50))
+    rows = rows_of(some(200))
     user = {name: rows[7][name] for name in USERS}
     items = [{name: cell for name, cell in row.items() if name not in USERS} for row in rows]
     columns = {name: [{**item, **user}[name] for item in items] for name in rows[0]}
     expected = run.predict(pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())}))
-    np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "out").score(user=user, items=items), expected)
+    scorer = hotrow.Scorer(tmp_path / "out")
+    np.testing.assert_array_equal(scorer.score(user=user, items=items), expected)
+    np.testing.assert_array_equal([scorer.score(user=user, items=[item])[0] for item in items], expected)
 
 
 def test_what_does_not_fit_is_scored_by_rule_and_counted(scorer: hotrow.Scorer) -> None:
