@@ -165,7 +165,11 @@ def test_tables_are_averaged_as_the_docs_say() -> None:
     whole = AveragedModel(Model(emb))
     assert same(rows_of(whole.module.emb), rows_of(emb))
     whole.update_parameters(Model(emb))
-    for use in (whole.module.emb.state_dict, lambda: whole.module.emb(bags()), lambda: whole.module.emb.sequence(bags())):
+    for use in (
+        whole.module.emb.state_dict,
+        lambda: whole.module.emb(bags()),
+        lambda: whole.module.emb.sequence(bags()),
+    ):
         with pytest.raises(ValueError, match=r"as .*AveragedModel does, and its tables are none of them: leave"):
             use()
     optimizer, averaged, seen = SGD(emb, lr=0.1), copy.deepcopy(emb), []
