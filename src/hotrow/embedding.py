@@ -184,9 +184,8 @@ class EmbeddingCollection(nn.Module):
         """Raises ValueError if this is a copy whose Parameters, which hold no row, were written to as if they did."""
         if self._copied is not None and self._copied != [own._version for own in self.switches.values()]:
             raise ValueError(
-                "the parameters of this copy were averaged or set, as torch.optim.swa_utils.AveragedModel does, and its "
-                "tables are none of them: leave tables out, AveragedModel(model.head), and move the weights of a copy "
-                "of the collection, as docs/python.md shows"
+                "the parameters of this copy were averaged or set, and tables are none of them: leave them out, as in "
+                "torch's AveragedModel(model.head), and move the weights of a copy as docs/python.md shows"
             )
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -170,7 +170,7 @@ def test_tables_are_averaged_as_the_docs_say() -> None:
         lambda: whole.module.emb(bags()),
         lambda: whole.module.emb.sequence(bags()),
     ):
-        with pytest.raises(ValueError, match=r"as .*AveragedModel does, and its tables are none of them: leave"):
+        with pytest.raises(ValueError, match="tables are none of them: leave them out"):
             use()
     optimizer, averaged, seen = SGD(emb, lr=0.1), copy.deepcopy(emb), []
     for number in range(4):

@@ -1028,13 +1028,12 @@ def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
 def each_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of each element of `x`, the same bits wherever it stands and whatever stands beside it.
 
-    torch computes the last elements of a thread's share, which no vector is full of, in another way than those before.
-    So zeros follow x until there are none, and what one thread takes, SERIAL elements, is one operation.
+    torch computes the end of a thread's share, which fills no vector, in another way than what comes before. So zeros
+    follow x until vectors are full, and what one thread takes, SERIAL elements, is one operation.
     """
     padded = torch.cat([x.reshape(-1), x.new_zeros(-x.numel() % FULL)])
-    if len(padded) > tree.SERIAL:
-        return torch.cat([function(each) for each in torch.split(padded, tree.SERIAL)])[: x.numel()].view_as(x)
-    return function(padded)[: x.numel()].view_as(x)
+    made = [function(each) for each in torch.split(padded, tree.SERIAL)]
+    return (made[0] if len(made) == 1 else torch.cat(made))[: x.numel()].view_as(x)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,24 +157,22 @@ class Scorer:
         is_frame = not isinstance(given, list | Mapping)
         if is_frame and items is not None:
             raise ValueError(f"items is a {type(items).__name__}; pass a list of dicts or a dict of columns")
+        score: Any = version.score_frame
         if not is_frame:
             _check(given, shared)
+            score = partial(version.score, shared)
         scores, warning = list[NDArray[np.float32]](), ""
         try:
             for piece in [given] if is_frame or strict or until == math.inf else _pieces(given):
                 if time.monotonic() > until:
                     raise TimeoutError
-                own = (
-                    version.score_frame(piece, strict=strict)
-                    if is_frame
-                    else version.score(shared, piece, strict=strict)
-                )
-                scores, warning = [*scores, own[0]], warning or own[2]
+                found, seen, told = score(piece, strict=strict)
+                scores, warning = [*scores, found], warning or told
                 with self._counting:
-                    if isinstance(own[1], Seen):
-                        self._seen.merge(own[1])
+                    if isinstance(seen, Seen):
+                        self._seen.merge(seen)
                     else:
-                        self._tallies[version] = self._tallies.get(version, 0) + own[1]
+                        self._tallies[version] = self._tallies.get(version, 0) + seen
         except SampleError as error:
             row = sum(map(len, scores)) + error.sample
             raise ValueError(f"row {row}: {error.feature} has {error.reason}") from None

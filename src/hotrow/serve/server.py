@@ -21,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,14 +44,13 @@ MAX_CELLS = 1 << 20
 MAX_SHARED = 2 * MAX_BYTES
 """The most bytes that a user's cells may have, times the rows that share them: each row has lists of its own."""
 MAX_WAITING = 128
-"""Requests beyond these, whose bodies have come, are refused with status 503."""
 MAX_HELD = MAX_WAITING * MAX_BYTES
-"""The most bytes of all bodies; more are refused with status 503. A slow body so keeps nobody out."""
+"""The most requests whose bodies have come, and bytes of all bodies; more are refused with status 503."""
 BODY_S, SCORE_S = 10.0, 10.0
 """A body that takes longer to come is refused with status 408, one that takes longer to be scored with 503."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
-CHANGES = ("/apply", "/rollback")
+CHANGES, NESTING = ("/apply", "/rollback"), {list, dict}
 _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
 
 
@@ -68,10 +66,8 @@ class Meter:
     """Counts requests."""
 
     def __init__(self) -> None:
-        self.waiting = 0
-        """Requests that have come and are being answered."""
-        self.held = 0
-        """Bytes of bodies that came or are coming."""
+        self.waiting, self.held = 0, 0
+        """Requests that have come and are being answered; bytes of these and of bodies that are coming."""
         self._lock, self._codes, self._sums = threading.Lock(), Counter[int](), [0, 0.0]
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -171,11 +167,9 @@ def make_app(
     def metrics() -> Response:  # on a thread of its own: it waits until what rows held is summed
         return PlainTextResponse(meter.text(scorer), media_type="text/plain; version=0.0.4")
 
-    async def elsewhere(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": "there is no such path, or it takes another method"}, 404)
-
     async def refused(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": str(error)}, getattr(error, "code", 400))
+        text = str(error) if isinstance(error, RefusedError) else "there is no such path, or it takes another method"
+        return JSONResponse({"error": text}, getattr(error, "code", 404))
 
     post("/score", _SCORE, score, scoring)
     if deltas is not None:  # a delta takes long: it must not keep scores waiting
@@ -183,9 +177,8 @@ def make_app(
         post(CHANGES[1], {}, lambda: {"version": scorer.rollback()})
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
-    for code in (404, 405):
-        app.add_exception_handler(code, elsewhere)
-    app.add_exception_handler(RefusedError, refused)
+    for kind in (404, 405, RefusedError):
+        app.add_exception_handler(kind, refused)
     return app
 
 
@@ -280,12 +273,11 @@ def _check_rows(body: dict[str, Any]) -> None:
     """Raises RefusedError if there are too many rows or cells, or too many for the cells that they share, and
     ValueError if a cell is neither a scalar nor a flat list of them."""
     given, user = body.get("rows", body.get("items", [])), body.get("user", {})
-    parts: dict[str, Collection[Any]]
     if isinstance(given, dict):
         parts = {f"column {name[:80]!r}": own for name, own in given.items() if isinstance(own, list)}
     else:
-        parts = {f"row {row}": own.values() for row, own in enumerate(given) if isinstance(own, dict)}
-    num_rows = max(map(len, parts.values()), default=0) if isinstance(given, dict) else len(given)
+        parts = {f"row {row}": [*own.values()] for row, own in enumerate(given) if isinstance(own, dict)}
+    num_rows = len(given) if isinstance(given, list) else max(map(len, parts.values()), default=0)
     if num_rows > MAX_ROWS:
         raise RefusedError(413, f"a request may have {MAX_ROWS:,} rows; send fewer rows at a time")
     num_cells = _num_cells(parts) + num_rows * _num_cells({"the user": user.values()})
@@ -298,13 +290,10 @@ def _check_rows(body: dict[str, Any]) -> None:
 
 def _num_cells(parts: Mapping[str, Collection[Any]]) -> int:
     """Cells, with the items of those that are lists. Raises ValueError if one is nested, naming its part."""
-    kinds, num_cells = {*map(type, chain.from_iterable(parts.values()))}, sum(map(len, parts.values()))
-    if not {list, dict} & kinds:
-        return num_cells
+    num_cells = sum(map(len, parts.values()))
     for where, own in parts.items():
-        for cell in own:
-            kinds = {dict} if type(cell) is dict else {*map(type, cell)} if type(cell) is list else set()
-            if {list, dict} & kinds:
+        for cell in () if NESTING.isdisjoint(map(type, own)) else own:
+            if type(cell) is dict or (type(cell) is list and not NESTING.isdisjoint(map(type, cell))):
                 raise ValueError(f"{where} has a cell that is nested; pass text, a number, or a flat list of them")
             num_cells += len(cell) if type(cell) is list else 0
     return num_cells
