@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -191,17 +192,16 @@ def test_what_is_too_much_is_given_up(
 def test_names_that_the_model_does_not_know_are_told(served: tuple[Client, hotrow.Scorer]) -> None:
     ask, scorer = served
     said = "column 'itme' is none of the model's, and is not read; did you mean 'item'?"
-    odd: list[Any] = [*ITEMS, {"itme": "i1"}]
-    for rows in (odd, {"itme": ["i1"], "price": [1.0]}):
-        body = {"user": {"user": 7}, "items": rows}
-        code, found = ask("POST", "/score", body)
-        assert code == 200 and found["warnings"] == [said]
-        code, found = ask("POST", "/score", {**body, "strict": True})
-        assert code == 400 and "is missing" in found["error"]
-    for rows in ([{**USER, "item": "i1", "itme": "i1"}], [{**USER, "item": ["i1"], "itme": "i1", "click": 1}]):
+    whole = {**USER, "item": "i1"}
+    for rows, refused in (
+        ([*ITEMS, {"user": 7, "itme": "i1"}], "'price' is missing"),
+        ({"itme": ["i1"], "price": [1.0]}, "'item' is missing; did you mean 'itme'?"),
+        ([{**whole, "itme": "i1", "click": 1}], f"{said}; correct its name"),
+        ([{**whole, "item": ["i1"], "itme": "i1"}], f"{said}; correct its name"),
+    ):
         assert ask("POST", "/score", {"rows": rows})[1]["warnings"] == [said]
         code, found = ask("POST", "/score", {"rows": rows, "strict": True})
-        assert code == 400 and found["error"] == f"{said}; correct its name, or leave it out"
+        assert code == 400 and refused in found["error"]
     with pytest.warns(UserWarning, match="column 'itme' is none of"):
         scorer.score([{**USER, "itme": 1}])
     assert "warnings" not in ask("POST", "/score", {"rows": [{**USER, "click": 1}]})[1]
@@ -315,31 +315,27 @@ def test_deltas_come_by_name_from_one_folder(served: tuple[Client, hotrow.Scorer
 def test_pages_of_other_origins_and_strangers_change_nothing(folder: Path, tmp_path: Path) -> None:
     """A page may send text to this machine by any name that leads here, and cannot send JSON, its origin or a token."""
     scorer, sent = hotrow.Scorer(folder / "out", work=tmp_path / "work"), {"content-type": "application/json"}
-    kinds: dict[int, dict[str, str]] = {
-        415: {"content-type": "text/plain"},
-        403: {**sent, "origin": "http://evil.example"},
-    }
-    app = make_app(scorer, deltas=folder / "deltas", hosts={"localhost"})
-    client = TestClient(app, base_url="http://localhost:8080")
-    for path, body in (("/apply", {"delta": "next"}), ("/rollback", {})):
-        for code, headers in kinds.items():
-            answer = client.post(path, content=json.dumps(body), headers=headers)
+    make = partial(make_app, scorer, deltas=folder / "deltas")
+    client = TestClient(make(hosts={"localhost"}), base_url="http://localhost:8080")
+    for headers, code in (
+        ({"content-type": "text/plain"}, 415),
+        ({**sent, "origin": "http://evil.example"}, 403),
+        ({**sent, "origin": "http://localhost:8080"}, 400),
+    ):
+        for path in ("/apply", "/rollback"):
+            answer = client.post(path, headers=headers)
             assert answer.status_code == code and answer.json().keys() == {"error"}
     for name, code in (("evil.example", 403), ("127.0.0.1", 200), ("[::1]:8080", 200), ("10.0.0.7", 200)):
         assert client.get("/health", headers={"host": name}).status_code == code, name
-    assert client.post("/rollback", headers={**sent, "origin": "http://localhost:8080"}).status_code == 400
-    client = TestClient(make_app(scorer, deltas=folder / "deltas", token="secret"))
-    for own in ({}, {"authorization": "Bearer secre"}, {"authorization": "secret"}):
-        assert client.post("/rollback", headers={**sent, **own}).status_code == 401
-    answer = client.post("/rollback", headers={"authorization": "Bearer secret"})
-    assert answer.status_code == 400 and "no version before" in answer.json()["error"]
+    client = TestClient(make(token="secret"))
+    for given, code in (("", 401), ("Bearer secre", 401), ("secret", 401), ("Bearer secret", 400)):
+        assert client.post("/rollback", headers={**sent, "authorization": given}).status_code == code
 
 
 def test_without_descriptors_a_line_a_minute_is_logged() -> None:
     passes, told = server.one_a_minute(), list[str]()
     for seconds in (0, 1, 59, 61, 62):
-        failed = (OSError, OSError(24, "Too many open files"), None)
-        record = logging.LogRecord("asyncio", 40, "", 0, "socket.accept() out of system resource", (), failed)
+        record = logging.LogRecord("asyncio", 40, "", 0, "socket.accept() out of system resource", (), (None,) * 3)
         record.created = 1e9 + seconds
         told += [f"{seconds}: {record.getMessage()}"] if passes(record) and record.exc_info is None else []
     assert [text.split(":")[0] for text in told] == ["0", "61"] and "ulimit -n" in told[0]

@@ -138,13 +138,7 @@ class Scorer:
         return scores
 
     def answer(
-        self,
-        rows: Any = None,
-        *,
-        user: Mapping[str, Any] | None = None,
-        items: Any = None,
-        strict: bool = False,
-        until: float = math.inf,
+        self, rows: Any = None, *, user: Any = None, items: Any = None, strict: bool = False, until: float = math.inf
     ) -> Answer:
         """Returns the scores as `score` does, with the version that made them. until: when (`time.monotonic`) scoring
         is given up by a TimeoutError, after a piece of the rows."""
@@ -154,16 +148,15 @@ class Scorer:
         if user is not None and not isinstance(user, Mapping):
             raise ValueError(f"user is a {type(user).__name__}; pass a dict of its cells by column")
         given, shared = rows if items is None else items, dict(user or {})
-        is_frame = not isinstance(given, list | Mapping)
-        if is_frame and items is not None:
-            raise ValueError(f"items is a {type(items).__name__}; pass a list of dicts or a dict of columns")
         score: Any = version.score_frame
-        if not is_frame:
+        if is_cells := isinstance(given, list | Mapping):
             _check(given, shared)
             score = partial(version.score, shared)
+        elif items is not None:
+            raise ValueError(f"items is a {type(items).__name__}; pass a list of dicts or a dict of columns")
         scores, warning = list[NDArray[np.float32]](), ""
         try:
-            for piece in [given] if is_frame or strict or until == math.inf else _pieces(given):
+            for piece in _pieces(given) if is_cells and not strict and until < math.inf else [given]:
                 if time.monotonic() > until:
                     raise TimeoutError
                 found, seen, told = score(piece, strict=strict)

@@ -1,8 +1,7 @@
 """A scorer over HTTP: POST /score, GET /health and /metrics, POST /apply and /rollback of deltas.
 
-Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400, 401, 403, 408, 413,
-415 or 503. Requests name no files except deltas below the folder that was given at the start, and nothing of them is
-run.
+Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with a status of docs/serve.md. Requests name
+no files except deltas below the folder that was given at the start, and nothing of them is run.
 """
 
 from __future__ import annotations
@@ -199,10 +198,9 @@ def one_a_minute() -> Callable[[logging.LogRecord], bool]:
 
 
 def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None, token: str | None = None) -> None:
-    """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered. deltas, token: as of
-    `make_app`.
+    """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered.
 
-    Says on stderr where it listens. Raises ValueError if it cannot listen there.
+    deltas, token: see `make_app`. Says on stderr where it listens. Raises ValueError if it cannot listen there.
     """
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
