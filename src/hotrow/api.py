@@ -351,6 +351,9 @@ class Run:
         pieces = self._scored(data, keep, strict=strict)
         first = next(pieces, None)
         kinds = pa.schema(dict.fromkeys(keep, pa.string())) if first is None or first[1] is None else first[1].schema
+        nested = [own.name for own in kinds if pa.types.is_nested(own.type)]
+        if nested and make is pyarrow.csv.CSVWriter:
+            raise ValueError(f"column {nested[0]!r} to keep has lists, which CSV cannot hold; write a .parquet file")
         schema = pa.schema([*kinds, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
         with make(file, schema) as writer:
             for scores, kept in chain([] if first is None else [first], pieces):
