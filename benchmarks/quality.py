@@ -191,32 +191,71 @@ def compare(
             print(json.dumps({"file": path.name, "contender": one, **figures}), flush=True)
             found.setdefault("contenders", {})[one] = figures
         trees = [one for one in names if one in TREES]
-        if trees and HOTROW in names:
-            best = min(trees, key=lambda one: found["contenders"][one]["logloss"])
-            sides = (np.load(folder / f"{one}.npy") for one in (HOTROW, best))
-            found |= {"best_tree": best, "hotrow_minus_best_tree": paired(label, *sides)}
+        beside = {"logistic regression": "logistic regression"} if "logistic regression" in names else {}
+        if trees:
+            found["best_tree"] = min(trees, key=lambda one: found["contenders"][one]["logloss"])
+            beside["best tree"] = found["best_tree"]
+        for what, other in beside.items() if HOTROW in names else ():
+            sides = (np.load(folder / f"{one}.npy") for one in (HOTROW, other))
+            found[f"hotrow less {what}"] = paired(label, *sides)
     return found
 
 
-def page(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the figures as two tables in Markdown."""
+def others_seconds(of: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Returns the seconds in which eight settings of LightGBM and one of CatBoost choose their rounds."""
+    if not all(name in of for name in TREES):
+        return None
+    eight = [own for name in TREES[:2] for own in of[name]["settings_s"]][:8]
+    return float(sum(eight) + of["catboost"]["settings_s"][0])
 
-    def figure(of: Mapping[str, float], name: str, form: str) -> str:
-        error = of.get(f"{name}_se")
-        return f"{of[name]:{form}}" + ("" if error is None else f" ± {error:.4f}")
 
-    lines = ["| file | contender | AUC | LogLoss | seconds | MiB |", "|---|---|---:|---:|---:|---:|"]
+def is_behind(gap: Mapping[str, float]) -> bool:
+    """Returns whether scores are worse by more than two standard errors in AUC or in LogLoss."""
+    return gap["auc"] < -2 * gap["auc_se"] or gap["logloss"] > 2 * gap["logloss_se"]
+
+
+def mean_ranks(cells: Sequence[Mapping[str, Any]], measure: str, sign: int) -> dict[str, float]:
+    """Returns the mean place of each contender over files; 1 is the best."""
+    places: dict[str, list[int]] = {}
     for cell in cells:
-        for name, of in cell["contenders"].items():
-            scores = f"{figure(of, 'auc', '.4f')} | {figure(of, 'logloss', '.4f')}"
-            lines.append(f"| {cell['file']} | {name} | {scores} | {of['seconds']:.1f} | {of['peak_mib']:,.0f} |")
-    paired_cells = [cell for cell in cells if "best_tree" in cell]
-    if paired_cells:
-        lines += ["", "| file | test rows | best tree | hotrow's AUC less its | LogLoss |", "|---|---:|---|---:|---:|"]
-    for cell in paired_cells:
-        of = cell["hotrow_minus_best_tree"]
-        gaps = f"{figure(of, 'auc', '+.4f')} | {figure(of, 'logloss', '+.4f')}"
-        lines.append(f"| {cell['file']} | {cell['rows'][2]:,} | {cell['best_tree']} | {gaps} |")
+        of = cell["contenders"]
+        for place, name in enumerate(sorted(of, key=lambda one: sign * of[one][measure]), 1):
+            places.setdefault(name, []).append(place)
+    return {name: float(np.mean(own)) for name, own in places.items()}
+
+
+def page(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the figures in Markdown: scores, differences from the best tree and the regression, and what they say."""
+    names = list(cells[0]["contenders"])
+    lines = [f"| file, test rows | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for cell in cells:
+        of = [f"{own['auc']:.4f} / {own['logloss']:.4f}" for own in cell["contenders"].values()]
+        lines.append(f"| {cell['file']}, {cell['rows'][2]:,} | {' | '.join(of)} |")
+    lines += ["", "| file | hotrow less | AUC | LogLoss | seconds of fit, of trees |", "|---|---|---:|---:|---:|"]
+    behind: dict[str, list[str]] = {"best tree": [], "logistic regression": []}
+    ratios = []
+    for cell in cells:
+        ours, theirs = cell["contenders"][HOTROW]["seconds"], others_seconds(cell["contenders"])
+        ratios += [] if theirs is None else [ours / theirs]
+        for what in behind:
+            if (gap := cell.get(f"hotrow less {what}")) is None:
+                continue
+            name = cell["best_tree"] if what == "best tree" else what
+            figures = " | ".join(f"{gap[own]:+.4f} ± {gap[own + '_se']:.4f}" for own in ("auc", "logloss"))
+            seconds = f"{ours:.0f}, {theirs:.0f}" if theirs and what == "best tree" else ""
+            lines.append(f"| {cell['file']} | {name} | {figures} | {seconds} |")
+            behind[what] += [cell["file"]] if is_behind(gap) else []
+    lines += [
+        "",
+        *(f"- Behind {what} by more than two standard errors: {own or 'nowhere'}." for what, own in behind.items()),
+    ]
+    for title, measure, sign in (("AUC", "auc", -1), ("LogLoss", "logloss", 1)):
+        ranks = sorted(mean_ranks(cells, measure, sign).items(), key=lambda one: one[1])
+        lines.append(f"- Mean place in {title}: {', '.join(f'{name} {own:.2f}' for name, own in ranks)}.")
+    if ratios:
+        lines.append(
+            f"- `fit` takes at most twice the seconds of the trees on {sum(one <= 2 for one in ratios)} files."
+        )
     return "\n".join(lines)
 
 

@@ -431,7 +431,7 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             k = len(found) % len(requests)
             began = time.perf_counter()
             try:
-                scores, version = scorer.answer(user=requests[k][0], items=requests[k][1])
+                scores, version, _ = scorer.answer(user=requests[k][0], items=requests[k][1])
             except Exception as error:
                 failed.append(repr(error))
                 continue

@@ -72,6 +72,7 @@ from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder, check_free, resume_c
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, resume, train
+from hotrow.run.several import train_all
 from hotrow.run.storage import close_tiers
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
@@ -350,6 +351,9 @@ class Run:
         pieces = self._scored(data, keep, strict=strict)
         first = next(pieces, None)
         kinds = pa.schema(dict.fromkeys(keep, pa.string())) if first is None or first[1] is None else first[1].schema
+        nested = [own.name for own in kinds if pa.types.is_nested(own.type)]
+        if nested and make is pyarrow.csv.CSVWriter:
+            raise ValueError(f"column {nested[0]!r} to keep has lists, which CSV cannot hold; write a .parquet file")
         schema = pa.schema([*kinds, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
         with make(file, schema) as writer:
             for scores, kept in chain([] if first is None else [first], pieces):
@@ -627,8 +631,8 @@ def fit(
                     is_free = choice and schema is None
                     selection = Selection(folder, opened, asked, checked, choice=is_free)
                     with closing(selection.runs()) as found:
-                        for own, decided, is_quiet in found:
-                            train(decided, folder=own, quiet=is_quiet)
+                        for jobs in found:
+                            train_all(jobs)
                     if selection.run.record.status != "finished":
                         folder.update(status=selection.run.record.status)
                         return Run(selection.run.path)

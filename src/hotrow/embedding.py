@@ -154,6 +154,7 @@ class EmbeddingCollection(nn.Module):
         # Autograd calls backward only below an input that requires grad, and the tables are none.
         self._leaf = torch.zeros(0, requires_grad=True)
         self._frozen_leaf = torch.zeros(0)
+        self._copied: list[int] | None = None
 
     def forward(self, sparse: KeyedJaggedTensor | Tensor) -> Tensor:
         """Returns the pooled rows [B, output_dim], float32.
@@ -176,7 +177,16 @@ class EmbeddingCollection(nn.Module):
         return out
 
     def _trains(self, frozen: frozenset[int]) -> bool:
+        self._check_copy()
         return torch.is_grad_enabled() and len(frozen) < len(self.tables)
+
+    def _check_copy(self) -> None:
+        """Raises ValueError if this is a copy whose Parameters, which hold no row, were written to as if they did."""
+        if self._copied is not None and self._copied != [own._version for own in self.switches.values()]:
+            raise ValueError(
+                "the parameters of this copy were averaged or set, and tables are none of them: leave them out, as in "
+                "torch's AveragedModel(model.head), and move the weights of a copy as docs/python.md shows"
+            )
 
     def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns the row of every id, not pooled: feature -> (values [L, D] float32, offsets int64 [B + 1]).
@@ -300,6 +310,7 @@ class EmbeddingCollection(nn.Module):
     def _whole(self, name: str) -> Tensor:
         """Returns the table `name` as float32, or float16 if it is; its own memory unless it is split."""
         self.placement.check("state_dict")
+        self._check_copy()
         return self.rows(name).whole()
 
     def _load_from_state_dict(
@@ -369,6 +380,7 @@ class EmbeddingCollection(nn.Module):
         """Rebuilds what `__getstate__` left out, around the copied tables."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
+        self._copied = [own._version for own in self.switches.values()]
 
     def extra_repr(self) -> str:
         frozen = self.frozen

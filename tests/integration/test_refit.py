@@ -15,8 +15,8 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
 from hotrow.report.page import how_selected
-from hotrow.run import runs
-from hotrow.run.selection import step_to_stop_at
+from hotrow.run import runs, several
+from hotrow.run.selection import losses_by_step, step_to_stop_at
 from prepare_data import file_hashes
 
 OPTIONS: dict[str, Any] = {"batch_size": 64, "epochs": 3, "embedding_dim": 4, "top_mlp": [8], "quiet": True}
@@ -48,7 +48,7 @@ def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_p
     sizes = {name: split.num_rows for name, split in second.info.splits.items()}
     assert sizes == {"train": train + validation, "test": test}
     more = (train + validation) / train
-    last = step_to_stop_at(selection.folder.measurements(), selection.record.chosen_step or 0)
+    last = step_to_stop_at(losses_by_step(selection.folder.measurements()))
     assert run.record.steps == round(last * more)
 
     guessed = raw_rows(first)
@@ -110,6 +110,7 @@ def test_a_selection_that_was_interrupted_is_trained_again(tmp_path: Path, monke
         return train(config, **more)
 
     monkeypatch.setattr(api, "train", counted)
+    monkeypatch.setattr(several, "train", counted)
     with pytest.raises(KeyboardInterrupt):
         hotrow.fit(rows, **options)
     assert hotrow.fit(rows, **options).record.status == "finished"

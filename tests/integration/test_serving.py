@@ -1,14 +1,18 @@
 """`hotrow serve`: requests get the scores of the scorer, hostile ones an error each, and deltas come meanwhile."""
 
+import gc
 import http.client
 import json
+import logging
 import random
 import re
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,10 @@ from hotrow.cli import app as cli
 fastapi = pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
+from fastapi.testclient import TestClient  # noqa: E402
+
 from hotrow.serve import server  # noqa: E402  # not without these two
-from hotrow.serve.server import MAX_BYTES, MAX_ROWS, MAX_SHARED, MAX_WAITING, make_app  # noqa: E402
+from hotrow.serve.server import MAX_BYTES, MAX_CELLS, MAX_ROWS, MAX_SHARED, MAX_WAITING, make_app  # noqa: E402
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -70,11 +76,12 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Returns status and content."""
+    def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Returns status and content. headers: by name, with _ for -."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        own = {name.replace("_", "-"): value for name, value in headers.items()}
         try:
-            connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body)
+            connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body, own)
             answer = connection.getresponse()
             text = answer.read().decode()
             return answer.status, json.loads(text) if path != "/metrics" else text
@@ -148,32 +155,56 @@ def test_others_are_answered_while_metrics_are_gathered(
     assert late == [False]
 
 
-def test_idle_connections_keep_nobody_out(served: tuple[Client, hotrow.Scorer]) -> None:
+def test_slow_bodies_keep_nobody_out_and_are_counted(
+    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask, _ = served
+    half = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    monkeypatch.setattr(server, "BODY_S", 0.5)
     with ExitStack() as stack:
-        for _ in range(2 * MAX_WAITING):
-            stack.enter_context(socket.create_connection(("127.0.0.1", ask.port)))
-        assert ask("GET", "/health")[0] == 200
-        assert ask("POST", "/score", {"user": USER, "items": ITEMS})[0] == 200
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", ask.port))) for _ in range(2 * MAX_WAITING)]
+        for each in slow:
+            each.sendall(half)
+        assert ask("POST", "/score", {"rows": [USER]})[0] == 200
+        assert all(each.recv(1000).startswith(b"HTTP/1.1 408 ") for each in slow)
+    assert figures(ask("GET", "/metrics")[1])['hotrow_requests_total{code="408"}'] == len(slow)
 
 
-def test_half_sent_requests_end(served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MAX_WAITING", "try again later"),
+        ("MAX_HELD", "try again later"),
+        ("SCORE_S", "took longer than -1 s; send fewer"),
+    ],
+)
+def test_what_is_too_much_is_given_up(
+    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
     ask, _ = served
-    half = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
-    with ExitStack() as stack:
-        for _ in range(MAX_WAITING):
-            stack.enter_context(socket.create_connection(("127.0.0.1", ask.port))).sendall(half)
-        while (answer := ask("POST", "/score", {"rows": [USER]}))[0] == 200:
-            time.sleep(0.01)  # until the last of them has come
-        assert answer[0] == 503 and "try again" in answer[1]["error"]
-        assert ask("GET", "/health")[0] == 200
-    while ask("POST", "/score", {"rows": [USER]})[0] == 503:
-        time.sleep(0.01)  # until the server has seen that they are gone
-    monkeypatch.setattr(server, "BODY_S", 0.05)
-    with socket.create_connection(("127.0.0.1", ask.port)) as slow:
-        slow.sendall(half)
-        assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+    with monkeypatch.context() as patch:
+        patch.setattr(server, name, -1)
+        code, found = ask("POST", "/score", {"rows": [USER]})
+        assert code == 503 and said in found["error"] and ask("GET", "/health")[0] == 200
     assert ask("POST", "/score", {"rows": [USER]})[0] == 200
+
+
+def test_names_that_the_model_does_not_know_are_told(served: tuple[Client, hotrow.Scorer]) -> None:
+    ask, scorer = served
+    said = "column 'itme' is none of the model's, and is not read; did you mean 'item'?"
+    whole = {**USER, "item": "i1"}
+    for rows, refused in (
+        ([*ITEMS, {"user": 7, "itme": "i1"}], "'price' is missing"),
+        ({"itme": ["i1"], "price": [1.0]}, "'item' is missing; did you mean 'itme'?"),
+        ([{**whole, "itme": "i1", "click": 1}], f"{said}; correct its name"),
+        ([{**whole, "item": ["i1"], "itme": "i1"}], f"{said}; correct its name"),
+    ):
+        assert ask("POST", "/score", {"rows": rows})[1]["warnings"] == [said]
+        code, found = ask("POST", "/score", {"rows": rows, "strict": True})
+        assert code == 400 and refused in found["error"]
+    with pytest.warns(UserWarning, match="column 'itme' is none of"):
+        scorer.score([{**USER, "itme": 1}])
+    assert "warnings" not in ask("POST", "/score", {"rows": [{**USER, "click": 1}]})[1]
 
 
 def hostile(rng: random.Random) -> bytes | dict[str, Any]:
@@ -195,21 +226,34 @@ def hostile(rng: random.Random) -> bytes | dict[str, Any]:
         {"rows": ITEMS, "strict": rng.choice([1, "true", None])},
         {"user": {"item": 1, "\ud800": 1}, "items": [{"\ud800": 2}]},
         b'{"rows": [{"item": ' + b"[" * 900 + b"]" * 900 + b"}]}",
+        b'{"rows": [{"item": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}]}",
+        {"rows": {"user": [{f"{key:x}": 1} for key in range(rng.randrange(1, 3000))]}},
+        {"user": USER, "items": [{"item": [1, rng.choice([{}, [], [[1]]])]}]},
+        {"rows": [{}, USER]},
+        {"rows": [USER, {"user ": 1}]},
+        {"rows": {"a": [1], "b": [2]}},
         {},
         b"null",
     ]
     return rng.choice(kinds)
 
 
-@pytest.mark.parametrize("num_requests", [60, pytest.param(200, marks=pytest.mark.slow)])
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer], num_requests: int) -> None:
     ask, scorer = served
-    rng, expected = random.Random(5), scorer.score(user=USER, items=ITEMS)
-    for _ in range(num_requests):
+    rng, expected, before = random.Random(5), scorer.score(user=USER, items=ITEMS), 0
+    for number in range(num_requests):
+        before = resident_bytes() if number == num_requests // 10 else before
         body = hostile(rng)
         code, found = ask("POST", "/score", body)
         assert code == 400 and found.keys() == {"error"}, body
         assert "Traceback" not in found["error"] and len(found["error"]) < 1000
+    assert resident_bytes() < before + (50 << 20)
     code, found = ask("POST", "/score", b'{"rows": [{"item": "' + b"x" * MAX_BYTES + b'"}]}')
     assert code == 413 and "send fewer rows" in found["error"]
     for large in (
@@ -217,10 +261,11 @@ def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer]
         {"rows": {"item": ["i1"] * (MAX_ROWS + 1)}},
         {"user": {"user": "7" * (MAX_SHARED // 1000)}, "items": [{}] * 1000},
         {"user": {"user": [7] * (MAX_SHARED // 3000)}, "items": {"item": ["i1"] * 1000}},
+        {"rows": [{"item": [7] * (MAX_CELLS // 2)}, {"item": [7] * (MAX_CELLS // 2)}]},
     ):
         code, found = ask("POST", "/score", large)
-        assert code == 413 and "send fewer rows" in found["error"]
-    assert len(ask("POST", "/score", {"rows": [{}] * MAX_ROWS})[1]["scores"]) == MAX_ROWS
+        assert code == 413 and re.search("send .*fewer rows", found["error"])
+    assert len(ask("POST", "/score", {"rows": [{"user": 7}] * MAX_ROWS})[1]["scores"]) == MAX_ROWS
     code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
     assert code == 200
     np.testing.assert_array_equal(np.array(found["scores"], np.float32), expected)
@@ -253,18 +298,48 @@ def test_a_fault_of_ours_is_said_without_a_traceback(
 
 def test_deltas_come_by_name_from_one_folder(served: tuple[Client, hotrow.Scorer], folder: Path) -> None:
     ask, scorer = served
-    before = scorer.version
+    before, sent = scorer.version, {"content_type": "application/json"}
     for name in ("../out", "..", ".", "", str(folder / "out"), "none", "\0", "next/files", "x" * 5000):
-        code, found = ask("POST", "/apply", {"delta": name})
+        code, found = ask("POST", "/apply", {"delta": name}, **sent)
         assert code == 400 and found.keys() == {"error"}, name
-    assert ask("POST", "/apply", {})[0] == 400
-    assert ask("POST", "/rollback")[0] == 400
+    assert ask("POST", "/apply", {}, **sent)[0] == 400
+    assert ask("POST", "/rollback", **sent)[0] == 400
     assert scorer.version == before
-    code, found = ask("POST", "/apply", {"delta": "next"})
+    code, found = ask("POST", "/apply", {"delta": "next"}, **sent)
     assert code == 200 and found["version"] == scorer.version != before
     code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
     assert found["version"] == scorer.version
-    assert ask("POST", "/rollback", {}) == (200, {"version": before})
+    assert ask("POST", "/rollback", {}, **sent) == (200, {"version": before})
+
+
+def test_pages_of_other_origins_and_strangers_change_nothing(folder: Path, tmp_path: Path) -> None:
+    """A page may send text to this machine by any name that leads here, and cannot send JSON, its origin or a token."""
+    scorer, sent = hotrow.Scorer(folder / "out", work=tmp_path / "work"), {"content-type": "application/json"}
+    make = partial(make_app, scorer, deltas=folder / "deltas")
+    client = TestClient(make(hosts={"localhost"}), base_url="http://localhost:8080")
+    for headers, code in (
+        ({"content-type": "text/plain"}, 415),
+        ({**sent, "origin": "http://evil.example"}, 403),
+        ({**sent, "origin": "http://localhost:8080"}, 400),
+    ):
+        for path in ("/apply", "/rollback"):
+            answer = client.post(path, headers=headers)
+            assert answer.status_code == code and answer.json().keys() == {"error"}
+    for name, code in (("evil.example", 403), ("127.0.0.1", 200), ("[::1]:8080", 200), ("10.0.0.7", 200)):
+        assert client.get("/health", headers={"host": name}).status_code == code, name
+    client = TestClient(make(token="secret"))
+    for given, code in (("", 401), ("Bearer secre", 401), ("secret", 401), ("Bearer secret", 400)):
+        assert client.post("/rollback", headers={**sent, "authorization": given}).status_code == code
+
+
+def test_without_descriptors_a_line_a_minute_is_logged() -> None:
+    passes, told = server.one_a_minute(), list[str]()
+    for seconds in (0, 1, 59, 61, 62):
+        record = logging.LogRecord("asyncio", 40, "", 0, "socket.accept() out of system resource", (), (None,) * 3)
+        record.created = 1e9 + seconds
+        told += [f"{seconds}: {record.getMessage()}"] if passes(record) and record.exc_info is None else []
+    assert [text.split(":")[0] for text in told] == ["0", "61"] and "ulimit -n" in told[0]
+    assert passes(logging.LogRecord("asyncio", 40, "", 0, "another", (), None))
 
 
 def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tmp_path: Path) -> None:
@@ -284,6 +359,8 @@ def test_where_it_listens_is_said(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert re.search(r"at http://127\.0\.0\.1:[1-9]\d*/score", command.err)
     err = command(*words, "0", "--deltas", "none", code=2)
     assert "there is no folder none" in err
+    (tmp_path / "token").write_text(" \n")
+    assert "token is empty; write a token" in command(*words, "0", "--token-file", str(tmp_path / "token"), code=2)
 
 
 def test_the_examples_name_what_there_is() -> None:

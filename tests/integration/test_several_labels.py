@@ -168,6 +168,11 @@ def test_files_of_scores_have_a_column_of_each_label(run: hotrow.Run, tmp_path: 
     assert written.column_names == ["user", "score_click", "score_ordered"]
     columns = np.stack([written[name].to_numpy() for name in written.column_names[1:]], axis=1)
     np.testing.assert_allclose(columns, run.predict(new), rtol=1e-6)
+    lists = new.append_column("tags", pa.array([["a", "b"]] * 50))
+    with pytest.raises(ValueError, match=r"'tags' to keep has lists, which CSV cannot hold; write a \.parquet file"):
+        run.write_scores(lists, tmp_path / "lists.csv", keep=["tags"])
+    with pytest.raises(ValueError, match="list is not a path and not an Arrow-capable frame; pass paths"):
+        run.predict([])
     with pytest.raises(ValueError, match="'score_click' to keep has the name of the scores"):
         run.write_scores(new.append_column("score_click", new["ts"]), tmp_path / "b.csv", keep=["score_click"])
 

@@ -1,6 +1,10 @@
 """fit chooses features and epochs on validation rows: what it may depend on, what it keeps, and how it goes on."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +16,13 @@ import pytest
 import yaml
 
 import hotrow
-from hotrow import api
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
-from hotrow.run import choice, runs
+from hotrow.run import choice, runs, several
 from hotrow.run.choice import Features, candidates, plainest
 from hotrow.run.folder import RunFolder
 from loops import looped
@@ -62,8 +65,6 @@ def watched(found: Weights, *, stops: bool = False) -> Iterator[None]:
     """Notes each run that is trained to choose by, and its weights. stops: before the third, and within the fifth."""
 
     def train(config: Any, *, folder: RunFolder, quiet: bool) -> RunFolder:
-        if folder.path.parent.name != "selection":  # the last one
-            return runs.train(config, folder=folder, quiet=quiet)
         found.append((folder.path.name, {}))
         if stops and len(found) == 3:
             raise KeyboardInterrupt
@@ -74,7 +75,8 @@ def watched(found: Weights, *, stops: bool = False) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "train", train)
+        patch.setattr(several, "train", train)
+        patch.setattr(several, "usable_cores", lambda: 1)  # one after the other, in this process
         yield
 
 
@@ -96,10 +98,25 @@ def chosen(tmp_path_factory: pytest.TempPathFactory, trained: Weights) -> hotrow
 
 
 def test_a_stopped_choice_goes_on_and_labels_of_the_test_change_nothing(
-    chosen: hotrow.Run, trained: Weights, tmp_path: Path
+    chosen: hotrow.Run, trained: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It equals, to the bit, a run that was never stopped, with other labels on its test rows."""
-    other = fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))
+    """It equals, to the bit, one whose candidates train side by side, in processes of which one fails and others are
+    stopped, with other labels on its test rows."""
+    start, begun = several._process, list[str]()
+
+    def process(job: several.Job) -> "subprocess.Popen[bytes]":
+        begun.append(job[0].path.name)
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) if len(begun) == 3 else start(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(several, "usable_cores", lambda: 2)
+        patch.setattr(several, "_process", process)
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))
+        other = fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))
+    assert begun[:5] == [*SHORT[:2], *SHORT]
     assert weights(other) == weights(chosen) and outcomes(other) == outcomes(chosen)
     assert other.metrics != chosen.metrics, "the test rows have other labels"
     begun = [name for name, _ in trained]
@@ -201,5 +218,5 @@ def test_within_a_standard_error_the_plainest_is_taken(worse: list[float], place
     tried, run = list[Any](), RunFolder.__new__(RunFolder)
     for by in worse:
         own = base + (0 if by == 0 else noise - noise.mean() + by * error)
-        tried.append(choice._Tried(Features(0), run, 0.0, own))
+        tried.append(choice._Tried(Features(0), run, own))
     assert plainest(tried) is tried[place]

@@ -210,6 +210,8 @@ def check(run: hotrow.Run, raw: Any, columns: Columns, out: Path) -> None:
         served = hotrow.Scorer(out, work=out.parent / "work")
     np.testing.assert_array_equal(served.score(columns), expected, err_msg="hotrow's own scorer has the same bits")
     assert served.seen.columns == run.seen.columns
+    alone = [served.score({name: cells[row : row + 1] for name, cells in columns.items()})[0] for row in range(100)]
+    np.testing.assert_array_equal(alone, expected[:100], err_msg="a row beside others has the bits of the row alone")
 
 
 @pytest.fixture(scope="module")
@@ -364,13 +366,14 @@ def test_tables_in_tiers(logs: Path, long_tailed: Path, tmp_path: Path, precisio
     check(run, str(logs / "new.csv"), read_csv(logs / "new.csv"), tmp_path / "out")
 
 
-def test_histories_of_tbsm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tbsm, bottom_mlp: [9], history_steps: 6", "din"])
+def test_histories(tmp_path: Path, model: str) -> None:
     rng = np.random.default_rng(2)
     events = pl.DataFrame({"user": rng.integers(0, 20, 900), "item": rng.integers(0, 40, 900), "time": np.arange(900)})
     events = events.with_columns(category=pl.col("item") % 7)
     packed = histories.prepare(events, tmp_path / "packed", length=6).path
-    changes = ["model.name=tbsm", "model.top_mlp=[12, 9]", "model.history_steps=6", "model.attention_mlp=[7]"]
-    run = train(packed, tmp_path / "run", *changes, "train.max_steps=90", "train.epochs=9")
+    options = f"{{name: {model}, embedding_dim: 6, embedding_init: 0.3, top_mlp: [12, 9], attention_mlp: [7]}}"
+    run = train(packed, tmp_path / "run", f"model={options}", "train.max_steps=90", "train.epochs=9")
     lengths = rng.integers(0, 7, 200)
     columns: Columns = {name: rng.integers(0, 60, 200).tolist() for name in ("user", "item", "category")}
     columns |= {f"{name}_history": [rng.integers(0, 60, n).tolist() for n in lengths] for name in ("item", "category")}

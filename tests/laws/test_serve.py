@@ -118,7 +118,9 @@ def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
 
-def test_rows_in_every_form_have_the_scores_of_predict(scorer: hotrow.Scorer, run: hotrow.Run) -> None:
+def test_rows_in_every_form_have_the_scores_of_predict(
+    scorer: hotrow.Scorer, run: hotrow.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     columns = some()
     expected = run.predict(pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())}))
     rows = rows_of(columns)
@@ -132,6 +134,11 @@ def test_rows_in_every_form_have_the_scores_of_predict(scorer: hotrow.Scorer, ru
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, expected)
     assert scorer.score([]).shape == (0,)
+    monkeypatch.setattr("hotrow.serve.scorer.ROWS_OF_PIECE", 7)
+    for form in (rows, frame):
+        np.testing.assert_array_equal(scorer.answer(form, until=1e12).scores, expected, err_msg="in pieces")
+        with pytest.raises(TimeoutError):
+            scorer.answer(form, until=0)
 
 
 @native
@@ -219,12 +226,14 @@ def test_every_model_scores_requests_as_predict_does(packed: Path, tmp_path: Pat
     config["train"] = {**BASE["train"], "max_steps": 12}
     run = hotrow.load(runs.train(make_config(config), quiet=True).path)
     run.export(tmp_path / "out")
-    rows = rows_of(some(50))
+    rows = rows_of(some(200))
     user = {name: rows[7][name] for name in USERS}
     items = [{name: cell for name, cell in row.items() if name not in USERS} for row in rows]
     columns = {name: [{**item, **user}[name] for item in items] for name in rows[0]}
     expected = run.predict(pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())}))
-    np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "out").score(user=user, items=items), expected)
+    scorer = hotrow.Scorer(tmp_path / "out")
+    np.testing.assert_array_equal(scorer.score(user=user, items=items), expected)
+    np.testing.assert_array_equal([scorer.score(user=user, items=[item])[0] for item in items], expected)
 
 
 def test_what_does_not_fit_is_scored_by_rule_and_counted(scorer: hotrow.Scorer) -> None:
@@ -277,6 +286,9 @@ def test_strict_names_column_and_row(scorer: hotrow.Scorer, *, short: bool) -> N
         ({"user": {"item": 1}, "items": {"item": [1]}}, "'item' is given by the user and by the items"),
         ({"rows": {"item": [1, 2], "big": [1]}}, "'big' has 1 rows, 'item' has 2"),
         ({"rows": {"item": "text"}}, "'item' is a str"),
+        ({"rows": [{"item": 1}, {"itme": 1}]}, "row 1: the row has none of the model's columns; they are price, "),
+        ({"rows": {"itme": [1]}}, "row 0: the row has none of the model's columns"),
+        ({"rows": pa.table({"itme": [1]})}, "row 0: the data has none of the model's columns"),
         ({"rows": 7}, "int is not a path and not an Arrow-capable frame"),
     ],
 )
@@ -373,7 +385,7 @@ def test_the_first_rows_are_pinned(tmp_path: Path) -> None:
     make(tmp_path / "base", 20_000)
     shutil.copytree(tmp_path / "base", tmp_path / "since")
     write_delta(tmp_path / "since", tmp_path / "delta", lambda to: write(to, 20_000, 1))
-    rows = [{"C3": "9e3779b3", "C4": format((7 * 2654435761 + 3) % 2**32, "x"), "I1": 3.0}, {}]
+    rows = [{"C3": "9e3779b3", "C4": format((7 * 2654435761 + 3) % 2**32, "x"), "I1": 3.0}, {"I1": None}]
     expected = hotrow.Scorer(tmp_path / "base").score(rows)
     before = locked_bytes()
     scorer = hotrow.Scorer(tmp_path / "base", memory="512KiB")
@@ -437,9 +449,9 @@ def test_rows_that_are_locked_as_others_are_let_go_of(tmp_path: Path) -> None:
 def test_memory_is_counted_for_a_budget_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has no /proc to count it by."""
     make(tmp_path / "base", 2000)
-    expected = hotrow.Scorer(tmp_path / "base").score([{}])
+    expected = hotrow.Scorer(tmp_path / "base").score([{"C3": "1"}])
     monkeypatch.setattr(mapped, "mapped_bytes", lambda: Path("/proc/not there").read_bytes())
-    np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "base").score([{}]), expected)
+    np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "base").score([{"C3": "1"}]), expected)
 
 
 @native
@@ -627,7 +639,7 @@ def test_every_answer_under_load_is_of_one_version(packed: Path, tmp_path: Path,
 
     def ask() -> None:
         while not done.is_set():
-            scores, version = scorer.answer(rows)
+            scores, version, _ = scorer.answer(rows)
             found.append((version, bool((scores == expected[version]).all())))
 
     with ThreadPoolExecutor(2) as executor:

@@ -161,7 +161,17 @@ def test_freezing_survives_copies() -> None:
 
 def test_tables_are_averaged_as_the_docs_say() -> None:
     emb = EmbeddingCollection(tables("a"), seed=1)
-    AveragedModel(Model(emb).head)
+    AveragedModel(Model(emb).head).update_parameters(Model(emb).head)
+    whole = AveragedModel(Model(emb))
+    assert same(rows_of(whole.module.emb), rows_of(emb))
+    whole.update_parameters(Model(emb))
+    for use in (
+        whole.module.emb.state_dict,
+        lambda: whole.module.emb(bags()),
+        lambda: whole.module.emb.sequence(bags()),
+    ):
+        with pytest.raises(ValueError, match="tables are none of them: leave them out"):
+            use()
     optimizer, averaged, seen = SGD(emb, lr=0.1), copy.deepcopy(emb), []
     for number in range(4):
         step(emb, optimizer, number, 1)

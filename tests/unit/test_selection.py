@@ -6,7 +6,7 @@ import numpy as np
 from sklearn.metrics import log_loss
 
 from hotrow.objectives import OBJECTIVES
-from hotrow.run.selection import NUM_PARTS, losses_of_parts, step_to_stop_at
+from hotrow.run.selection import NUM_PARTS, losses_by_step, losses_of_parts, step_to_stop_at
 from loops import looped
 
 
@@ -33,10 +33,11 @@ def test_a_later_step_counts_if_it_is_within_half_a_standard_error(worse: float,
     best, noise = generator.random(NUM_PARTS), generator.normal(size=NUM_PARTS)
     error = noise.std(ddof=1) / NUM_PARTS**0.5
     later = best + noise - noise.mean() + worse * error
-    lines = [line(5, best), line(10, best), {"kind": "train", "step": 11}, line(20, best + 1), line(30, later)]
-    assert step_to_stop_at(lines, 10) == step
+    assert step_to_stop_at({5: best + 1, 10: best, 20: best + 1, 30: later}) == step
 
 
-def test_the_best_step_stays_if_nothing_is_known_of_noise() -> None:
-    assert step_to_stop_at([], 10) == 10
-    assert step_to_stop_at([line(10, [0.3]), line(20, [0.3])], 10) == 10
+def test_an_evaluation_counts_with_its_neighbours_and_a_single_part_tells_no_noise() -> None:
+    lines = [line(5, [0.4, 1]), {"kind": "train", "step": 11}, line(10, [0.1, 1]), line(20, [0.4, 4])]
+    found = losses_by_step(lines)
+    assert {step: own.tolist() for step, own in found.items()} == {5: [0.25, 1], 10: [0.3, 2], 20: [0.25, 2.5]}
+    assert step_to_stop_at({10: np.array([0.3]), 20: np.array([0.31])}) == 10

@@ -632,6 +632,10 @@ def serve(
     deltas: Annotated[
         Path | None, typer.Option(help="Folder of deltas that POST /apply may take; default: none may be applied.")
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with a token that POST /apply and /rollback need; default: JSON of the same origin."),
+    ] = None,
 ) -> Answer:
     """Score raw rows over HTTP: POST /score, GET /health, GET /metrics."""
     from hotrow.serve.scorer import Scorer
@@ -642,8 +646,11 @@ def serve(
         raise ValueError(f"hotrow serve needs {error.name}: pip install 'hotrow[serve]'") from None
     if deltas is not None and not deltas.is_dir():
         raise ValueError(f"--deltas: there is no folder {deltas}; make it, or leave the option out")
+    token = None if token_file is None else token_file.read_text("latin-1").strip()
+    if token == "":
+        raise ValueError(f"--token-file: {token_file} is empty; write a token into it")
     scorer = Scorer(export, memory=memory, work=work)
-    serve(scorer, host=host, port=port, deltas=deltas)
+    serve(scorer, host=host, port=port, deltas=deltas, token=token)
     return {"export": str(scorer.path), "version": scorer.version}
 
 

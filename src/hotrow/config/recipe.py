@@ -25,7 +25,7 @@ MIN_EPOCHS, MAX_EPOCHS, LEAST_STEPS = 3, 30, 1000
 """The learning rate falls to zero over three epochs, or as many as give 1,000 steps. Rows that are seen a few times are
 overfitted by a fourth, while the MLPs of a small file have learned too little after three."""
 EVALUATIONS = 12
-"""How often validation rows are scored in all; a third of these without a better score ends the training."""
+"""How often validation rows are scored in all; half of these without a better score end the training."""
 WARMUP_STEPS = 200
 SCARCE_ROWS = 40_000
 """With fewer rows, several small models differ by so much that their mean is better than each: LogLoss by 1 % on 10,000
@@ -59,7 +59,7 @@ def choose_recipe(
     # So small a step gains nothing from a second thread, and loses much if the cores are busy: 300 samples/s instead of
     # 4,500 on two cores that other processes used too.
     size |= {"train.threads": 1} if few and batch_size <= MAX_BATCH else {}
-    stops: dict[str, Any] = {"train.early_stopping": EVALUATIONS // 3} if validated else {}
+    stops: dict[str, Any] = {"train.early_stopping": EVALUATIONS // 2} if validated else {}
     stops |= {"calibration.method": "slope"} if few and validated and rated else {}
     chosen = _few(model, num_rows, batch_size, epochs * steps_of_epoch) if few else _many(model)
     return {**chosen, **size, **stops}

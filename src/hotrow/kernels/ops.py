@@ -46,6 +46,8 @@ from hotrow.tables import WHOLE, Births
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
 TILE_ROWS = 8
 """Rows of a tile of a product (native/include/hotrow/types.h): pairs of bfloat16 have rows up to a whole one."""
+FULL = 64
+"""Elements that fill torch's vectors: it takes two at a time, of up to 32 numbers."""
 KEPT_FLOATS = 1 << 16
 """From this size up `empty` reuses pages; below it, malloc does so itself."""
 
@@ -1021,6 +1023,22 @@ def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
     with torch.autocast(x_BI.device.type, enabled=False) if _autocast(x_BI) else nullcontext():
         x_BI, weight_OI = x_BI.float(), weight_OI.float()
         return mlp(x_BI, [weight_OI], [weight_OI.new_zeros(len(weight_OI))], last="linear")
+
+
+def each_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each element of `x`, the same bits wherever it stands and whatever stands beside it.
+
+    torch computes the end of a thread's share, which fills no vector, in another way than what comes before. So zeros
+    follow x until vectors are full, and what one thread takes, SERIAL elements, is one operation.
+    """
+    padded = torch.cat([x.reshape(-1), x.new_zeros(-x.numel() % FULL)])
+    made = [function(each) for each in torch.split(padded, tree.SERIAL)]
+    return (made[0] if len(made) == 1 else torch.cat(made))[: x.numel()].view_as(x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of each element alone."""
+    return each_alone(torch.sigmoid, x)
 
 
 PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))

@@ -12,7 +12,7 @@ export/plain.py has the same names in plain torch, for exports.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hotrow.kernels.ops import dot_interaction as dot_interaction  # models import it, and others, from here
+from hotrow.kernels.ops import each_alone, kept, mlp, mlps
 from hotrow.kernels.ops import interactions as interactions
-from hotrow.kernels.ops import kept, mlp, mlps
 from hotrow.kernels.ops import member_rows as member_rows
 from hotrow.kernels.ops import product as product
-from hotrow.kernels.tree import SERIAL
+from hotrow.kernels.ops import sigmoid as sigmoid
 from hotrow.kernels.types import Activation, Drop
 
 Lookup = Literal["pooled", "sequence"]
@@ -247,17 +247,6 @@ def unit(x_BI: Tensor) -> Tensor:
     return x_BI / along(length_B, x_BI.shape[1])
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """Returns 1 / (1 + e^-x)."""
-    return _in_stretches(torch.sigmoid, x)
-
-
-def _in_stretches(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns function(x). Each stretch of SERIAL elements is one operation: torch computes the elements at the end of
-    a thread's share in another way than those before, and a share then never ends elsewhere."""
-    return torch.cat([function(each) for each in torch.split(x.flatten(), SERIAL)]).view_as(x)
-
-
 class _BagSums(torch.autograd.Function):
     """x [L, I] -> the sum of each bag's rows [B, I]; or with `spread` the way back, x [B, I] -> each row of x once for
     every row of its bag [L, I]. One is the gradient of the other."""
@@ -291,5 +280,5 @@ def bag_softmax(x_L1: Tensor, offsets: Tensor) -> Tensor:
     """Returns e^x divided by its sum over the bag, whose rows are those of `bag_sums`, [L, 1]."""
     # The largest keeps e^x finite and cancels out, so that it needs no gradient.
     most_B1 = torch.segment_reduce(x_L1.detach().float(), "max", lengths=offsets.diff().to(x_L1.device), unsafe=True)
-    exp_L1 = _in_stretches(torch.exp, x_L1 - per_bag(most_B1, offsets))
+    exp_L1 = each_alone(torch.exp, x_L1 - per_bag(most_B1, offsets))
     return exp_L1 / per_bag(bag_sums(exp_L1, offsets), offsets)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from hotrow.kernels.ops import sigmoid
 from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shares, shown
 
 MIN_OF_EACH = 100
@@ -78,7 +78,7 @@ class BinaryCrossEntropy(Objective):
     @staticmethod
     def scores(outputs_B: Tensor) -> Tensor:
         """Returns the probability of label 1 for each sample, [B]."""
-        return torch.sigmoid(outputs_B)
+        return sigmoid(outputs_B)
 
     def measured(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_], weight_N: NDArray[np.float32] | None = None

@@ -66,7 +66,7 @@ class Objective:
     """Whether outputs are vectors of a user and an item, [B, 2 M], and a row is judged by the place of its item among
     all (`hotrow.run.items`), which metrics then get as its output."""
     stretch: ClassVar[int] = SERIAL
-    """Samples whose losses are one operation, so that the number of threads changes no bit (`layers.sigmoid`)."""
+    """Samples whose losses are one operation, so that the number of threads changes no bit (`ops.each_alone`)."""
     loss_options: ClassVar[tuple[str, ...]] = ()
     """The options of `train` that its class takes as arguments; they change the loss alone, no metric."""
     figures: ClassVar[tuple[str, ...]]

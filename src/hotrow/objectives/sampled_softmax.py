@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.kernels.ops import product
-from hotrow.kernels.tree import SERIAL
+from hotrow.kernels.ops import each_alone, product
 from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective
 
 STRETCH = 1024
@@ -78,7 +77,7 @@ class SampledSoftmax(Objective):
         z_BB = product(user_BM, item_BM) - log_share_B
         own_B, others_BB = z_BB.diagonal(), z_BB.masked_fill(same_BB, -math.inf)
         most_B = torch.maximum(own_B, others_BB.amax(1)).detach()
-        negatives_BB = _exp(others_BB - most_B[:, None])
+        negatives_BB = each_alone(torch.exp, others_BB - most_B[:, None])
         rest_B = product(negatives_BB, negatives_BB.new_ones(1, len(negatives_BB))).squeeze(1)
         own_B = own_B - most_B
         loss_B = torch.log(count_B * torch.exp(own_B) + rest_B) - own_B - torch.log(count_B)
@@ -135,8 +134,3 @@ def _of_rows(
 
 def _mean(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
     return float(values @ weights / weights.sum()) if weights.any() else math.nan
-
-
-def _exp(x_BB: Tensor) -> Tensor:
-    """Returns e^x. Each stretch of SERIAL elements is one operation, as in `layers.sigmoid`."""
-    return torch.cat([torch.exp(each) for each in torch.split(x_BB.flatten(), SERIAL)]).view_as(x_BB)

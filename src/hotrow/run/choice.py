@@ -1,25 +1,25 @@
 """What `fit` does before its last run: raw rows are packed, and validation rows choose features, epochs and steps.
 
-    for own, config, quiet in selection.runs():             # RUN/selection, or candidates in it
-        train(config, folder=own, quiet=quiet)
+    for jobs in selection.runs():                           # RUN/selection, or rounds of candidates in it
+        train_all(jobs)
     opened, asked = with_validation_rows(selection, ...)    # what the last run trains
     config = asked.config(folder, asked.packed(folder, opened, ...))
 
 Features are the schema's `statistics` here: none, those of one column, of up to two, of up to three, each by the rules
 of `statistics_by`. All train on a short schedule, the better half on a full one, and the best of these for more epochs
-too. Within one standard error of the lowest loss the plainest is taken: few validation rows cannot tell more.
+too, unless it stopped before the end of that one. Of features within one standard error of the lowest loss the plainest
+are taken: few validation rows cannot tell more.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,9 @@ from hotrow.models import MODELS
 from hotrow.objectives import BY_GROUP
 from hotrow.objectives.binary import BinaryCrossEntropy
 from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder
-from hotrow.run.record import Candidate, Choice
+from hotrow.run.record import ALL_DONE, Candidate, Choice
 from hotrow.run.selection import difference, losses_by_step, step_to_stop_at
+from hotrow.run.several import Job
 from hotrow.setup.setup import SELECTION
 
 MOST_ROWS = 500_000
@@ -168,11 +169,11 @@ def with_validation_rows(selection: Selection, *, quiet: bool) -> tuple[OpenedSo
 
 
 def _last_good_step(own: RunFolder) -> int:
-    """Returns the step of the last weights that are, within noise, as good as those that a selection chose."""
-    chosen = own.record.chosen_step or 0
-    if own.record.monitor != own.record.trained_for.loss_figure:
-        return chosen
-    return step_to_stop_at(own.measurements(), chosen)
+    """Returns the step of the last weights that are, within noise, as good as the best ones of a selection."""
+    losses = losses_by_step(own.measurements())
+    if own.record.monitor != own.record.trained_for.loss_figure or not losses:
+        return own.record.chosen_step or 0
+    return step_to_stop_at(losses)
 
 
 def selection_line(own: RunFolder, changes: Mapping[str, Any]) -> str:
@@ -224,16 +225,11 @@ def candidates(schema: Schema) -> list[Features]:
     return [Features(0), *(Features(size, rule) for size in sizes for rule in rules)]
 
 
-Job: TypeAlias = tuple[RunFolder, Config, bool]
-"""A run to train, and whether it says nothing."""
-
-
 class _Tried(NamedTuple):
     """A candidate that was trained."""
 
     features: Features
     run: RunFolder
-    seconds: float
     losses: NDArray[np.float64]
     """By part of the validation rows."""
 
@@ -247,7 +243,7 @@ class _Tried(NamedTuple):
 
     def outcome(self, chosen: _Tried) -> Candidate:
         epochs = int(self.run.options()["train.epochs"])
-        return Candidate(epochs, self.loss, *difference(self.losses, chosen.losses), self.seconds)
+        return Candidate(epochs, self.loss, *difference(self.losses, chosen.losses), self.run.record.train_s or 0.0)
 
 
 def plainest(tried: Sequence[_Tried]) -> _Tried:
@@ -276,9 +272,11 @@ class Selection:
         self._sets_members = "members" in MODELS[self._model].small and "model.members" not in asked.given
         self._sample = min(1.0, MOST_ROWS / max(1, opened.source.scout().num_rows))
         self._tried: list[_Tried] = []
+        self._is_told = False
+        """Whether it was said what was found of the rows, which is the same for all candidates."""
 
-    def runs(self) -> Generator[Job, None, None]:
-        """Yields what is to be trained before the next one is asked for. Raises Interrupted if a candidate was."""
+    def runs(self) -> Generator[list[Job], None, None]:
+        """Yields what is to be trained before more is asked for. Raises Interrupted if a candidate was."""
         path = self._folder.path / SELECTION
         if not self._chooses:
             self._folder.update(choice=None)
@@ -286,19 +284,16 @@ class Selection:
             return
         if is_taken(path / RUN):
             remove(path, within=self._folder.path)
-        found = []
-        for features in candidates(self.opened.schema):
-            found.append((yield from self._try(features, "")))
+        found = yield from self._try(candidates(self.opened.schema), "")
         better = sorted(found, key=lambda each: each.loss)[: max(2, len(found) // 2)]
-        self._give_back([each.features for each in better])
-        last = []
-        for each in found:
-            if each in better:
-                last.append((yield from self._try(each.features, "-full")))
+        kept = [each.features for each in found if each in better]
+        self._give_back(kept)
+        last = yield from self._try(kept, "-full")
         chosen = plainest(last)
-        if self._sample == 1 and "train.epochs" not in self._asked.given:
-            last.append((yield from self._try(chosen.features, "-long")))
-            chosen = plainest([chosen, last[-1]])
+        is_free = self._sample == 1 and "train.epochs" not in self._asked.given
+        if is_free and chosen.run.record.ended == ALL_DONE:
+            last += yield from self._try([chosen.features], "-long")
+            chosen = min(chosen, last[-1], key=lambda each: each.loss)
         self._take(chosen, min(last, key=lambda each: each.loss))
         if self._sample < 1:
             self.run = yield from self._whole(self._folder.selection)
@@ -322,48 +317,56 @@ class Selection:
             recipe = choose_recipe((chosen.run.record.rows or {})["train"], model=self._model)
             self.options = {"model.members": recipe["model.members"]}
 
-    def _whole(self, path: Path) -> Generator[Job, None, RunFolder]:
+    def _whole(self, path: Path) -> Generator[list[Job], None, RunFolder]:
         """The run on all rows."""
         asked, opened, rows = self._asked, self.opened, self._folder.path / ROWS
-        return self._trained(path, opened, lambda own: asked.config(own, asked.packed(own, opened, rows=rows)))
+        own, jobs = self._begun(path, opened, lambda own: asked.config(own, asked.packed(own, opened, rows=rows)))
+        if jobs:
+            yield jobs
+        return own
 
-    def _try(self, features: Features, length: str) -> Generator[Job, None, _Tried]:
-        """Trains a candidate, or finds the run that did."""
-        began_s, opened = time.monotonic(), features.of(self.opened)
-        path = self._folder.path / SELECTION / (features.name + length)
-        own = yield from self._trained(
-            path, opened, lambda own: self._config(own, opened, path.with_name(features.name), LENGTHS[length])
-        )
+    def _try(self, several: Sequence[Features], length: str) -> Generator[list[Job], None, list[_Tried]]:
+        """Trains candidates, or finds the runs that did."""
+        begun, jobs = list[tuple[Features, RunFolder]](), list[Job]()
+        for features in several:
+            path, opened = self._folder.path / SELECTION / (features.name + length), features.of(self.opened)
+            decide = functools.partial(self._config, opened, path.with_name(features.name), LENGTHS[length])
+            own, more = self._begun(path, opened, decide)
+            begun, jobs = [*begun, (features, own)], [*jobs, *more]
+        if jobs:
+            yield jobs
+        return [self._tried_by(features, RunFolder.open(own.path)) for features, own in begun]
+
+    def _tried_by(self, features: Features, own: RunFolder) -> _Tried:
+        """What the run of a candidate found, which is said."""
         if own.record.status != "finished":
-            raise Interrupted(f"{path} was stopped; the same command goes on behind what has finished")
+            raise Interrupted(f"{own.path} was stopped; the same command goes on behind what has finished")
         record, losses = own.record, losses_by_step(own.measurements())
-        seconds = max(time.monotonic() - began_s, record.train_s or 0.0)  # of a run that was found its steps are known
-        found = _Tried(features, own, seconds, losses.get(record.chosen_step or 0, losses[max(losses)]))
+        found = _Tried(features, own, losses[step_to_stop_at(losses)])
         self._tried.append(found)
         figures = record.trained_for.line((record.metrics or {})["val"])
-        self._asked.announce(self._folder, f"{found.name}: {figures} on validation rows, {seconds:.1f} s")
+        self._asked.announce(self._folder, f"{found.name}: {figures} on validation rows, {record.train_s or 0.0:.1f} s")
         return found
 
-    def _config(self, own: RunFolder, opened: OpenedSource, first: Path, share: float) -> Config:
+    def _config(self, opened: OpenedSource, first: Path, share: float, own: RunFolder) -> Config:
         """The config of a candidate. first: its first run, for which rows are packed. share: of the recipe's epochs."""
         quiet, rows = replace(self._asked, quiet=True), self._folder.path / ROWS
-        asked = quiet if self._tried else self._asked
+        asked, self._is_told = quiet if self._is_told else self._asked, True
         dataset = asked.packed(own, opened, first / "data", rows=rows, sample=self._sample)
         more = {"train.epochs": max(1, round(share * quiet.config(own, dataset).train.epochs))}
         more |= {"model.members": MEMBERS} if self._sets_members else {}
         return replace(quiet, changes=[*quiet.changes, *as_overrides(more)]).config(own, dataset)
 
-    def _trained(
+    def _begun(
         self, path: Path, opened: OpenedSource, decide: Callable[[RunFolder], Config]
-    ) -> Generator[Job, None, RunFolder]:
-        """The run at `path`: one that has finished, or one to train."""
+    ) -> tuple[RunFolder, list[Job]]:
+        """The run at `path`, and it as something to train, if it has not finished."""
         if is_taken(path / CONFIG) and (found := RunFolder.open(path)).record.status == "finished":
-            return found
+            return found, []
         if is_taken(path / CONFIG) or not is_taken(path / RUN):
             remove(path, within=self._folder.path)
         with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
-            yield own, decide(own), self._asked.quiet or (self._chooses and path.name != WHOLE)
-        return own
+            return own, [(own, decide(own), self._asked.quiet or (self._chooses and path.name != WHOLE))]
 
     def _give_back(self, kept: Sequence[Features]) -> None:
         """Removes packed rows except those of the features that are kept, and weights except those of `run`."""

@@ -10,13 +10,16 @@ A request sees one version from its first cell to its last score.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +37,8 @@ from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
 
 VERSIONS, SUFFIX = "versions", ".serve"
+ROWS_OF_PIECE = 1 << 12
+"""Rows that are scored before the clock is looked at again, if there is an end."""
 TURN_S, PAUSE_S = 1e-4, 5e-5
 """Seconds of Python after which a thread that applies a delta lets requests go on, and for how long it sleeps: long
 enough for a waiting thread to wake up."""
@@ -48,6 +53,8 @@ class Answer(NamedTuple):
     """[B], or [B, L] of L > 1 labels."""
     version: str
     """The version that made them."""
+    warning: str = ""
+    """Names a column that the model does not know, and the nearest that it does, if there is one."""
 
 
 class Scorer:
@@ -119,39 +126,50 @@ class Scorer:
         """Returns the score of each row, float32 [B]; of L > 1 labels [B, L]. They are those of `Run.predict`.
 
         rows: a list of dicts, a dict of columns, or an Arrow-capable frame. Or user: the cells that all rows share, and
-        items: a list of dicts or a dict of columns, with the others. Columns that the model does not take are not read.
+        items: a list of dicts or a dict of columns, with the others. Columns that the model does not take are not read,
+        and a warning names one that its data did not have either.
         An id that training never saw uses row 0; a value that is no id or number of its column is missing, and so is a
         column that is absent; `seen` counts them. strict: refuse these instead. Raises ValueError, which names column
         and row, for what is refused, and if columns differ in length.
         """
-        return self.answer(rows, user=user, items=items, strict=strict).scores
+        scores, _, warning = self.answer(rows, user=user, items=items, strict=strict)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        return scores
 
     def answer(
-        self, rows: Any = None, *, user: Mapping[str, Any] | None = None, items: Any = None, strict: bool = False
+        self, rows: Any = None, *, user: Any = None, items: Any = None, strict: bool = False, until: float = math.inf
     ) -> Answer:
-        """Returns the scores as `score` does, with the version that made them."""
+        """Returns the scores as `score` does, with the version that made them. until: when (`time.monotonic`) scoring
+        is given up by a TimeoutError, after a piece of the rows."""
         version = self._versions[0]
         if (rows is None) == (items is None) or (user is not None and items is None):
             raise ValueError("pass either rows, or items with or without the user that they share")
         if user is not None and not isinstance(user, Mapping):
             raise ValueError(f"user is a {type(user).__name__}; pass a dict of its cells by column")
         given, shared = rows if items is None else items, dict(user or {})
+        score: Any = version.score_frame
+        if is_cells := isinstance(given, list | Mapping):
+            _check(given, shared)
+            score = partial(version.score, shared)
+        elif items is not None:
+            raise ValueError(f"items is a {type(items).__name__}; pass a list of dicts or a dict of columns")
+        scores, warning = list[NDArray[np.float32]](), ""
         try:
-            if isinstance(given, list | Mapping):
-                _check(given, shared)
-                scores, seen = version.score(shared, given, strict=strict)
-            elif items is None:
-                scores, seen = version.score_frame(given, strict=strict)
-            else:
-                raise ValueError(f"items is a {type(items).__name__}; pass a list of dicts or a dict of columns")
+            for piece in _pieces(given) if is_cells and not strict and until < math.inf else [given]:
+                if time.monotonic() > until:
+                    raise TimeoutError
+                found, seen, told = score(piece, strict=strict)
+                scores, warning = [*scores, found], warning or told
+                with self._counting:
+                    if isinstance(seen, Seen):
+                        self._seen.merge(seen)
+                    else:
+                        self._tallies[version] = self._tallies.get(version, 0) + seen
         except SampleError as error:
-            raise ValueError(f"row {error.sample}: {error.feature} has {error.reason}") from None
-        with self._counting:
-            if isinstance(seen, Seen):
-                self._seen.merge(seen)
-            else:
-                self._tallies[version] = self._tallies.get(version, 0) + seen
-        return Answer(scores, version.name)
+            row = sum(map(len, scores)) + error.sample
+            raise ValueError(f"row {row}: {error.feature} has {error.reason}") from None
+        return Answer(scores[0] if len(scores) == 1 else np.concatenate(scores), version.name, warning)
 
     def apply(self, delta: Path | str) -> str:
         """Brings the model forward by the next delta, which `hotrow export --since` wrote; returns the new version.
@@ -250,6 +268,14 @@ def _is_whole(version: Path, checksum: str) -> bool:
     with suppress(ValueError, OSError):
         return checksum_of(version) == checksum and verify_export(version, unread=("tables/",)) >= 0
     return False
+
+
+def _pieces(rows: Any) -> list[Any]:
+    """Rows, or columns of them, cut into ROWS_OF_PIECE."""
+    columns = rows if isinstance(rows, Mapping) else {"": rows}
+    starts = range(0, max(map(len, columns.values()), default=0), ROWS_OF_PIECE)
+    parts = [{name: own[at : at + ROWS_OF_PIECE] for name, own in columns.items()} for at in starts]
+    return [rows] if len(parts) < 2 else parts if columns is rows else [part[""] for part in parts]
 
 
 def _check(rows: Any, user: Mapping[str, Any]) -> None:

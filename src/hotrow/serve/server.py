@@ -1,27 +1,32 @@
 """A scorer over HTTP: POST /score, GET /health and /metrics, POST /apply and /rollback of deltas.
 
-Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400, 408, 413 or 503. Requests name
+Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with a status of docs/serve.md. Requests name
 no files except deltas below the folder that was given at the start, and nothing of them is run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 import json
+import logging
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from hotrow.base.machine import usable_cores
@@ -33,35 +38,35 @@ MAX_BYTES = 4 << 20
 """The most bytes that a request may have."""
 MAX_ROWS = 1 << 14
 """The most rows that a request may have: a row can take three bytes of a body, and kilobytes while it is scored."""
+MAX_CELLS = 1 << 20
+"""The most cells, with the items of those that are lists, that its rows may have; the user's count in every row."""
 MAX_SHARED = 2 * MAX_BYTES
 """The most bytes that a user's cells may have, times the rows that share them: each row has lists of its own."""
 MAX_WAITING = 128
-"""Requests with a body beyond these are refused with status 503, so that bodies take half a GiB at most."""
-BODY_S = 30.0
-"""A body that takes longer to come is refused with status 408: it would keep others out."""
+MAX_HELD = MAX_WAITING * MAX_BYTES
+"""The most requests whose bodies have come, and bytes of all bodies; more are refused with status 503."""
+BODY_S, SCORE_S = 10.0, 10.0
+"""A body that takes longer to come is refused with status 408, one that takes longer to be scored with 503."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
+CHANGES, NESTING = ("/apply", "/rollback"), {list, dict}
 _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
 
 
-class TooLargeError(ValueError):
-    """A request with too many bytes or rows."""
+class RefusedError(ValueError):
+    """A request that is refused with a status of its own."""
 
-    code = 413
-
-
-class TooManyError(ValueError):
-    """A request that came while too many others were answered."""
-
-    code = 503
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Meter:
     """Counts requests."""
 
     def __init__(self) -> None:
-        self.waiting = 0
-        """Requests that are being read or answered."""
+        self.waiting, self.held = 0, 0
+        """Requests that have come and are being answered; bytes of these and of bodies that are coming."""
         self._lock, self._codes, self._sums = threading.Lock(), Counter[int](), [0, 0.0]
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -91,12 +96,21 @@ class Meter:
         return "\n".join(lines) + "\n"
 
 
-def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
+def make_app(
+    scorer: Scorer, *, deltas: Path | None = None, token: str | None = None, hosts: Collection[str] | None = None
+) -> FastAPI:
     """Returns an application that scores with `scorer`, to run by itself or to mount in another one.
 
-    deltas: the folder whose deltas `/apply` takes; if None, it takes none.
+    deltas: the folder whose deltas `/apply` takes; if None, it takes none. token: what has to come with /apply and
+    /rollback; if None, they take JSON of the same origin. hosts: the names that a Host header may have, besides
+    addresses; if None, any.
     """
-    app = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None)
+
+    async def guard(request: Request) -> None:
+        _check_origin(request, hosts, token)
+
+    own: dict[str, Any] = {"docs_url": None, "redoc_url": None, "dependencies": [Depends(guard)]}
+    app = FastAPI(title="hotrow", version=__version__, **own)
     meter = Meter()
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
@@ -104,28 +118,27 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
         """Answers requests to `path` by what `work` makes of the fields of their bodies."""
 
         async def answer(request: Request) -> Response:
-            began, found = time.perf_counter(), dict[str, Any]()
-            meter.waiting += 1
+            began, found, body, is_waiting = time.perf_counter(), dict[str, Any](), bytearray(), False
             try:
-                if meter.waiting > MAX_WAITING:
-                    raise TooManyError(f"{MAX_WAITING} requests are being answered; try again later")
                 async with asyncio.timeout(BODY_S):
-                    body = await _read(request)
+                    await _read(request, body, meter)
+                if meter.waiting >= MAX_WAITING:
+                    raise RefusedError(503, f"{MAX_WAITING} requests are being answered; try again later")
+                meter.waiting, is_waiting = meter.waiting + 1, True
                 loop = asyncio.get_running_loop()
                 code, found = 200, await loop.run_in_executor(executor, lambda: work(**_parsed(body, fields)))
             except ValueError as error:
                 text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
-                code, found = error.code if isinstance(error, TooLargeError | TooManyError) else 400, {"error": text}
+                code, found = getattr(error, "code", 400), {"error": text}
             except TimeoutError:
                 code, found = 408, {"error": f"the body did not come within {BODY_S:g} s; send it again"}
-            except RecursionError:
-                code, found = 400, {"error": "a cell is nested too deeply; pass text, a number or a list of them"}
             except Exception:
                 if not await request.is_disconnected():
                     traceback.print_exc(file=sys.stderr)
                 code, found = 500, {"error": "the server failed; its log says where"}
             finally:
-                meter.waiting -= 1
+                meter.waiting -= is_waiting
+                meter.held -= len(body)
             if executor is scoring:
                 meter.add(code, len(found.get("scores", ())), time.perf_counter() - began)
             return JSONResponse(found, code)
@@ -133,11 +146,15 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
         app.add_api_route(path, answer, methods=["POST"], name=path[1:])
 
     def score(**body: Any) -> dict[str, Any]:
+        until = time.monotonic() + SCORE_S
         _check_rows(body)
-        scores, version = scorer.answer(**body)
+        try:
+            scores, version, warning = scorer.answer(**body, until=until)
+        except TimeoutError:
+            raise RefusedError(503, f"scoring took longer than {SCORE_S:g} s; send fewer rows at a time") from None
         if len(bad := np.argwhere(~np.isfinite(scores))):
             raise ValueError(f"row {bad[0, 0]} has no finite score: its numbers are too large")
-        return {"scores": scores.tolist(), "version": version}
+        return {"scores": scores.tolist(), "version": version, **({"warnings": [warning]} if warning else {})}
 
     def apply(delta: str = "") -> dict[str, Any]:
         assert deltas is not None, "it has no route without them"
@@ -149,24 +166,41 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
     def metrics() -> Response:  # on a thread of its own: it waits until what rows held is summed
         return PlainTextResponse(meter.text(scorer), media_type="text/plain; version=0.0.4")
 
-    async def elsewhere(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": "there is no such path, or it takes another method"}, 404)
+    async def refused(request: Request, error: Exception) -> Response:
+        text = str(error) if isinstance(error, RefusedError) else "there is no such path, or it takes another method"
+        return JSONResponse({"error": text}, getattr(error, "code", 404))
 
     post("/score", _SCORE, score, scoring)
     if deltas is not None:  # a delta takes long: it must not keep scores waiting
-        post("/apply", {"delta": str}, apply)
-        post("/rollback", {}, lambda: {"version": scorer.rollback()})
+        post(CHANGES[0], {"delta": str}, apply)
+        post(CHANGES[1], {}, lambda: {"version": scorer.rollback()})
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
-    for code in (404, 405):
-        app.add_exception_handler(code, elsewhere)
+    for kind in (404, 405, RefusedError):
+        app.add_exception_handler(kind, refused)
     return app
 
 
-def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
-    """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered. deltas: see `make_app`.
+def one_a_minute() -> Callable[[logging.LogRecord], bool]:
+    """A filter of asyncio's records that it cannot accept for lack of descriptors, of which it makes thousands."""
+    until = 0.0
 
-    Says on stderr where it listens. Raises ValueError if it cannot listen there.
+    def passes(record: logging.LogRecord) -> bool:
+        nonlocal until
+        if str(record.msg).startswith("socket.accept()"):
+            if record.created < until:
+                return False
+            until, record.exc_info = record.created + 60, None
+            record.msg = "no descriptor is left for another connection: close some, or raise `ulimit -n`"
+        return True
+
+    return passes
+
+
+def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None, token: str | None = None) -> None:
+    """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered.
+
+    deltas, token: see `make_app`. Says on stderr where it listens. Raises ValueError if it cannot listen there.
     """
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -175,21 +209,44 @@ def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
         raise ValueError(f"cannot listen at {host}, port {port}: {reason}; choose another --port or --host") from None
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     print(f"serving {scorer.path}, version {scorer.version}, at {where}/score", file=sys.stderr)
-    app = make_app(scorer, deltas=deltas)
+    is_open = not listening.getsockname()[0].startswith(("127.", "::1")) and deltas is None
+    app = make_app(scorer, deltas=deltas, token=token, hosts=None if token or is_open else {"localhost", host})
+    logging.getLogger("asyncio").addFilter(one_a_minute())
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 
 
-async def _read(request: Request) -> bytes:
-    body = bytearray()
+async def _read(request: Request, body: bytearray, meter: Meter) -> None:
     async for piece in request.stream():
         body += piece
+        meter.held += len(piece)
         if len(body) > MAX_BYTES:
-            raise TooLargeError(f"a request may have {MAX_BYTES:,} bytes; send fewer rows at a time")
-    return bytes(body)
+            raise RefusedError(413, f"a request may have {MAX_BYTES:,} bytes; send fewer rows at a time")
+        if meter.held > MAX_HELD:
+            raise RefusedError(503, "too many bodies are being read; try again later")
 
 
-def _parsed(body: bytes, fields: dict[str, Any]) -> dict[str, Any]:
+def _check_origin(request: Request, hosts: Collection[str] | None, token: str | None) -> None:
+    """Raises RefusedError of a request that a page of another site may have sent: to another name than this server's,
+    which was made to lead here, or of a change without the token or, if there is none, not as JSON of this origin."""
+    headers, is_change = request.headers, request.url.path.endswith(CHANGES)
+    host, kind = headers.get("host", ""), headers.get("content-type", "")
+    name = urlsplit(f"//{host}").hostname or "localhost"
+    with suppress(ValueError):
+        name = "" if ipaddress.ip_address(name) else name
+    if name and hosts is not None and name not in hosts:
+        known = ", ".join(sorted(hosts))
+        raise RefusedError(403, f"Host is {name[:80]!r}; send an address or {known}, or start it with --token-file")
+    if is_change and token is not None:
+        if not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {token}".encode()):
+            raise RefusedError(401, "send the token of --token-file: Authorization: Bearer TOKEN")
+    elif is_change and kind.partition(";")[0].strip() != "application/json":
+        raise RefusedError(415, f"Content-Type is {kind[:80]!r}; send application/json")
+    elif is_change and urlsplit(headers.get("origin", f"//{host}")).netloc != host:
+        raise RefusedError(403, "a page of another origin may change nothing here")
+
+
+def _parsed(body: bytearray, fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a body. Raises ValueError, which names what is wrong."""
 
     def refuse(word: str) -> Any:
@@ -211,16 +268,33 @@ def _parsed(body: bytes, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_rows(body: dict[str, Any]) -> None:
-    """Raises TooLargeError if there are too many rows, or too many for the cells that they share."""
-    given = body.get("rows", body.get("items", ()))
-    columns = given.values() if isinstance(given, dict) else [given]
-    num_rows = max((len(own) for own in columns if isinstance(own, list)), default=0)
+    """Raises RefusedError if there are too many rows or cells, or too many for the cells that they share, and
+    ValueError if a cell is neither a scalar nor a flat list of them."""
+    given, user = body.get("rows", body.get("items", [])), body.get("user", {})
+    if isinstance(given, dict):
+        parts = {f"column {name[:80]!r}": own for name, own in given.items() if isinstance(own, list)}
+    else:
+        parts = {f"row {row}": [*own.values()] for row, own in enumerate(given) if isinstance(own, dict)}
+    num_rows = len(given) if isinstance(given, list) else max(map(len, parts.values()), default=0)
     if num_rows > MAX_ROWS:
-        raise TooLargeError(f"a request may have {MAX_ROWS:,} rows; send fewer rows at a time")
-    if num_rows * len(json.dumps(body.get("user", {}), ensure_ascii=False)) > MAX_SHARED:
-        raise TooLargeError(
-            f"the user's cells for {num_rows:,} rows exceed {MAX_SHARED:,} bytes; send fewer rows at a time"
-        )
+        raise RefusedError(413, f"a request may have {MAX_ROWS:,} rows; send fewer rows at a time")
+    num_cells = _num_cells(parts) + num_rows * _num_cells({"the user": user.values()})
+    if num_cells > MAX_CELLS:
+        raise RefusedError(413, f"{num_cells:,} cells and items of lists; send {MAX_CELLS:,} at a time, in fewer rows")
+    if num_rows * len(json.dumps(user, ensure_ascii=False)) > MAX_SHARED:
+        text = f"the user's cells for {num_rows:,} rows exceed {MAX_SHARED:,} bytes; send fewer rows at a time"
+        raise RefusedError(413, text)
+
+
+def _num_cells(parts: Mapping[str, Collection[Any]]) -> int:
+    """Cells, with the items of those that are lists. Raises ValueError if one is nested, naming its part."""
+    num_cells = sum(map(len, parts.values()))
+    for where, own in parts.items():
+        for cell in () if NESTING.isdisjoint(map(type, own)) else own:
+            if type(cell) is dict or (type(cell) is list and not NESTING.isdisjoint(map(type, cell))):
+                raise ValueError(f"{where} has a cell that is nested; pass text, a number, or a flat list of them")
+            num_cells += len(cell) if type(cell) is list else 0
+    return num_cells
 
 
 def _within(deltas: Path, delta: str) -> Path:

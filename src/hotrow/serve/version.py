@@ -54,6 +54,8 @@ class Version:
             encoder = encoder_of(path, about)
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
             self.columns = encoder.schema.input_names
+            self._own, self._known = frozenset(self.columns), frozenset(encoder.schema.column_names)
+            self._none = f"none of the model's columns; they are {', '.join(self.columns)[:200]}"
             self.mapped = MappedTables(path, about.tables, budget)
             for vocabulary in encoder.vocabularies.values():
                 self.mapped.bound(vocabulary.mapped)
@@ -80,24 +82,30 @@ class Version:
 
     def score(
         self, user: Mapping[str, Any], items: Any, *, strict: bool
-    ) -> tuple[NDArray[np.float32], Seen | NDArray[np.int64]]:
-        """Returns the scores of rows, and what the rows held, maybe as a tally for `counted`.
+    ) -> tuple[NDArray[np.float32], Seen | NDArray[np.int64], str]:
+        """Returns the scores of rows, what they held, maybe as a tally for `counted`, and a warning of names.
 
         Arguments as of `Scorer.score`; items: never a frame.
         """
-        by_column = isinstance(items, Mapping)
+        by_column, own = isinstance(items, Mapping), self._own
         num_rows = len(next(iter(items.values()), ())) if by_column else len(items)
-        if strict:
-            self._check_columns(user.keys() | (items.keys() if by_column else set().union(*items)))
-        cells = self._cells
+        if num_rows and own.isdisjoint(user) and any(map(own.isdisjoint, [items] if by_column else items)):
+            row = 0 if by_column else next(row for row, item in enumerate(items) if own.isdisjoint(item))
+            raise SampleError(row, "the row", self._none)
+        cells, names = self._cells, user.keys() | items.keys() if by_column else None
         if cells is None or not num_rows or (found := cells.read(user, items, num_rows)) is None:
+            warning = self._warning(names or user.keys() | set().union(*items), strict=strict)
             columns = {name: _column(name, user, items, num_rows) for name in self.columns}
-            return self.score_frame(columns, strict=strict)
+            return *self.score_frame(columns, strict=strict)[:2], warning
+        num_cells = num_rows * len(names or user) + (0 if names else sum(map(len, items)))
+        num_missing, warning = np.count_nonzero(found.missing) + np.count_nonzero(found.no_number), ""
+        if strict or num_cells > num_rows * len(own) - num_missing:  # else every name is a column of the model
+            warning = self._warning(names or user.keys() | set().union(*items), strict=strict)
         if strict and (unknown := (found.ids == 0) & ~found.missing).any():
             feature, row = np.argwhere(unknown)[0].tolist()
             raise ValueError(f"column {cells.names[feature]!r}, row {row}: {UNKNOWN}; check how it is written")
         sparse = KeyedJaggedTensor(cells.names, torch.from_numpy(found.ids.reshape(-1)))
-        return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), cells.tally(found)
+        return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), cells.tally(found), warning
 
     def counted(self, tally: NDArray[np.int64]) -> Seen:
         """Returns what rows held, from the sum of what `score` said of them."""
@@ -106,13 +114,14 @@ class Version:
         seen.columns = self._cells.counts(tally)
         return seen
 
-    def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen]:
+    def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen, str]:
         """As `score`, of a frame or a dict of columns."""
         given, seen = frame_to_arrow(frame, values="any"), Seen(None, self.usual.ranges)
         found = given if isinstance(given, Mixed) else Mixed(given, {})
         num_rows, there = len(found), {*found.table.column_names}
-        if strict:
-            self._check_columns(there)
+        if num_rows and self._own.isdisjoint(there):
+            raise SampleError(0, "the data", self._none)
+        warning = self._warning(there, strict=strict)
         columns = {name: found.table[name] if name in there else pa.nulls(num_rows) for name in self.columns}
         table = Mixed(pa.table(columns), {name: own for name, own in found.cells.items() if name in columns})
         scores = [np.empty(self._shape, np.float32)]
@@ -127,7 +136,7 @@ class Version:
         if strict and (unknown := next((name for name, own in seen.columns.items() if own.get("unknown")), None)):
             row = self._first_unknown(table, unknown)
             raise ValueError(f"column {unknown!r}, row {row}: {UNKNOWN}; check how it is written")
-        return np.concatenate(scores), seen
+        return np.concatenate(scores), seen, warning
 
     def _batches(self, table: Mixed, seen: Seen, *, strict: bool) -> Iterator[Batch]:
         if not len(table):
@@ -135,10 +144,19 @@ class Version:
         values: Any = "strict" if strict else "any"
         return self._encoder.batches(table, batch_size=ROWS_AT_ONCE, values=values, seen=seen)
 
-    def _check_columns(self, there: Set[str]) -> None:
-        """Raises ValueError if a column is absent."""
-        if absent := [name for name in self.columns if name not in there]:
-            raise ValueError(f"column {absent[0]!r} is missing{nearest(absent[0], sorted(there))}; add it to the rows")
+    def _warning(self, names: Set[Any], *, strict: bool) -> str:
+        """Returns what to say of a name that no column of the model's data has, if one has none. strict: raises
+        ValueError of it, and of an absent column."""
+        shown = sorted(str(name)[:80] for name in names - self._known)
+        if strict and (absent := next((name for name in self.columns if name not in names), None)):
+            raise ValueError(f"column {absent!r} is missing{nearest(absent, shown[:80])}; add it to the rows")
+        if not shown:
+            return ""
+        others = f" (and {len(shown) - 1} more)" if shown[1:] else ""
+        text = f"column {shown[0]!r}{others} is none of the model's, and is not read{nearest(shown[0], self.columns)}"
+        if strict:
+            raise ValueError(f"{text}; correct its name, or leave it out")
+        return text
 
     def _first_unknown(self, table: Mixed, name: str) -> int:
         """Returns the first row with an unknown id in a column."""

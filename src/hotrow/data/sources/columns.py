@@ -509,7 +509,7 @@ def format_of(file: InputFile) -> FileFormat:
 
 def is_paths(data: Any) -> bool:
     """Returns whether `data` names files, one path or several, and is not a frame."""
-    several = isinstance(data, list | tuple) and all(isinstance(item, str | Path) for item in data)
+    several = isinstance(data, list | tuple) and len(data) > 0 and all(isinstance(item, str | Path) for item in data)
     return several or isinstance(data, str | Path)
 
 
