@@ -9,7 +9,7 @@ place of the two.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
@@ -56,18 +56,6 @@ def _is_mapping(value: Any) -> str:
 EmbeddingDim = Annotated[
     Annotated[Width, Tag("number")] | Annotated[dict[str, Width], Tag("by table")], Discriminator(_is_mapping)
 ]
-
-
-def on_paper(build: Callable[[], Network]) -> Mapping[str, Tensor]:
-    """The state of the network that `build` makes, with shapes and types but without memory.
-
-    Raises ValueError for layers that no memory holds.
-    """
-    try:
-        with torch.device("meta"):
-            return build().state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"model: layers of such sizes cannot be made: {error}") from None
 
 
 class SampleError(ValueError):

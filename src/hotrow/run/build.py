@@ -23,7 +23,6 @@ from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.layers import Network
-from hotrow.models.spec import on_paper
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
@@ -33,7 +32,7 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
-from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest, check_tensors
+from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.graph import DenseGraph
 from hotrow.run.items import Items
 from hotrow.run.record import read_extra
@@ -182,7 +181,4 @@ def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) 
             Groups(vocabulary.info, config.metrics.by)
         except ValueError as error:
             raise ValueError(f"{where}: config: {error}") from None
-    dims = {name: table.embedding_dim for table in extra.tables for name in table.feature_names}
-    build = partial(config.model.build_for, vocabulary.info, dims=dims, generator=torch.Generator())
-    check_tensors(checkpoint / "model.safetensors", on_paper(build))  # before layers of any width take memory
     return config, extra.tables

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from hotrow.config.load import make_config
 from hotrow.config.schema import Config, OptimizerConfig, ScheduleConfig
 from hotrow.data.packed.format import DatasetInfo, Ragged, Table
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.models.spec import on_paper
 from hotrow.report.facts import mapping_in, number_in
 from hotrow.run.build import Parts
 from hotrow.run.checkpoint import Part, list_checkpoints, load_checkpoint
@@ -178,8 +176,8 @@ def _check_model(setup: Setup, theirs: Config, extra: Extra, run: Path) -> None:
 def _shapes(config: Config, tables: tuple[TableConfig, ...], num_dense: int) -> Mapping[str, object]:
     """Returns the shapes of all weights, without the rows of tables."""
     dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
-    state = on_paper(partial(config.model.build, num_dense=num_dense, dims=dims, generator=torch.Generator()))
-    return {**{name: own.shape for name, own in state.items()}, "rows": dims}
+    network = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator())
+    return {**{name: own.shape for name, own in network.state_dict().items()}, "rows": dims}
 
 
 def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetInfo, run: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -47,8 +47,6 @@ MAX_OPEN_PARTS = 64
 MALFORMED = (pa.ArrowException, OSError, EOFError, struct.error)
 """What Arrow raises when it reads a message that is not Arrow's."""
 CURE = "restore the file from a copy or prepare the data again"
-MESSAGE_HEADER, BATCH_COMPRESSION = 2, 3
-"""Numbers of fields in Arrow's Message.fbs."""
 _HOURS = TypeAdapter(list[tuple[Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)], Count]], config=STRICT)
 
 
@@ -117,41 +115,24 @@ class _MappedPart:
         return f"{self._path}, block {index} (bytes {start} to {end})"
 
 
-class FlatTable(NamedTuple):
-    """A table of a flatbuffer, as Arrow's messages and footers are. It begins with the distance back to its vtable,
-    which lists from byte 4 on where each field is (0: absent)."""
-
-    data: bytes
-    place: int
-
-    @staticmethod
-    def root(data: bytes) -> FlatTable:
-        return FlatTable(data, int(struct.unpack_from("<I", data, 0)[0]))
-
-    def field(self, number: int) -> int:
-        """Where a field is; 0 if it is absent."""
-        vtable = self.place - int(struct.unpack_from("<i", self.data, self.place)[0])
-        if 4 + 2 * number >= struct.unpack_from("<H", self.data, vtable)[0]:
-            return 0
-        offset = int(struct.unpack_from("<H", self.data, vtable + 4 + 2 * number)[0])
-        return self.place + offset if offset else 0
-
-    def inner(self, number: int) -> FlatTable:
-        """The table, or the vector, to which a field points."""
-        at = self.field(number)
-        return FlatTable(self.data, at + int(struct.unpack_from("<I", self.data, at)[0]))
-
-    def structs(self, number: int, form: str) -> Iterator[tuple[Any, ...]]:
-        """The structs of a vector."""
-        if self.field(number):
-            place = self.inner(number).place
-            count = int(struct.unpack_from("<I", self.data, place)[0])
-            yield from struct.iter_unpack(form, self.data[place + 4 : place + 4 + count * struct.calcsize(form)])
-
-
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether a record batch message says that its buffers are compressed; such a batch is refused unread."""
-    return FlatTable.root(metadata).inner(MESSAGE_HEADER).field(BATCH_COMPRESSION) != 0
+    """Returns whether a record batch message says that its buffers are compressed; such a batch is refused unread.
+
+    The message is a flatbuffer: the root table's position is at 0; a table begins with the distance back to its vtable,
+    which lists, from byte 4 on, where each field is (0: absent). Message.header is field 2, RecordBatch.compression
+    field 3.
+    """
+
+    def field(table: int, number: int) -> int:
+        vtable = table - int(struct.unpack_from("<i", metadata, table)[0])
+        if 4 + 2 * number >= struct.unpack_from("<H", metadata, vtable)[0]:
+            return 0
+        offset = int(struct.unpack_from("<H", metadata, vtable + 4 + 2 * number)[0])
+        return table + offset if offset else 0
+
+    root = int(struct.unpack_from("<I", metadata, 0)[0])
+    header = field(root, 2)
+    return field(header + int(struct.unpack_from("<I", metadata, header)[0]), 3) != 0
 
 
 class Split:

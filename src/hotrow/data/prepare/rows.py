@@ -53,8 +53,6 @@ from hotrow.data.sources.split import TimeHistogram, sample_mask
 
 ROWS_PER_PART = 1 << 20
 ROWS_PER_BATCH = 1 << 16
-BATCH_BYTES = 1 << 26
-"""Bytes of the rows that are read again at once, in the mean of a part."""
 REPEATS = 4
 """Bytes whose values come so often in the mean are stored as a dictionary and codes."""
 SAMPLES = 100
@@ -436,8 +434,7 @@ class _Writer:
         if not self._num_rows:
             return None
         if self._batches:
-            at_once = min(ROWS_PER_BATCH, BATCH_BYTES * self._num_rows // self._num_bytes + 1)
-            for batch in _by_time(pa.Table.from_batches(self._batches)).to_batches(max_chunksize=at_once):
+            for batch in _by_time(pa.Table.from_batches(self._batches)).to_batches(max_chunksize=ROWS_PER_BATCH):
                 self._write(batch)
         assert self._file is not None and self._stream is not None, "the part has rows"
         self._stream.close()
@@ -563,8 +560,7 @@ def _merged(rows: Rows, check_stop: Callable[[], None]) -> Ingested:
         path.unlink(missing_ok=True)  # of a merge that was interrupted
         table, file = rows.sorted(spans), open_private(path)
         with pa.ipc.new_stream(file, table.schema) as stream:
-            at_once = min(ROWS_PER_BATCH, BATCH_BYTES * len(table) // table.nbytes + 1)
-            stream.write_table(table, max_chunksize=at_once)
+            stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
         parts.append(Part(path.name, len(table), _synced(file)))
     found = replace(known, parts=tuple(parts), is_rising=True)
     _DOCUMENT.write(folder / RECORD, found)
