@@ -10,11 +10,10 @@ A request sees one version from its first cell to its last score.
 
 from __future__ import annotations
 
-import shutil
+import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -25,18 +24,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.door import is_taken, make_folder
-from hotrow.base.files import parse_bytes
+from hotrow.base.files import parse_bytes, remove_unheld
 from hotrow.data.seen import Seen
-from hotrow.export.delta import apply_delta, checksum_of, read_delta
+from hotrow.export.delta import check_next, checksum_of
 from hotrow.export.export import verify_export
 from hotrow.models.spec import SampleError
 from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
 
 VERSIONS, SUFFIX = "versions", ".serve"
-TURN_S, PAUSE_S = 1e-4, 5e-5
-"""Seconds of Python after which a thread that applies a delta lets requests go on, and for how long it sleeps: long
-enough for a waiting thread to wake up."""
+_APPLY = """
+import os, sys, threading
+os.nice(5)
+threading.Thread(target=lambda: sys.stdin.read() or os._exit(1), daemon=True).start()
+from hotrow.__main__ import main
+main()
+"""
+"""The command line, in a process that gives way to others and ends with the one that started it."""
 Items = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
 """Rows as dicts, or as a dict of columns."""
 
@@ -53,23 +57,23 @@ class Answer(NamedTuple):
 class Scorer:
     """Scores raw rows with an export that `hotrow export` wrote, and takes deltas while it does.
 
-    export: its folder, which is never written to. memory: how much of its tables and vocabularies may be in this
-    process's memory, as bytes or text such as "1GiB": half of it for the first rows of all tables, which stay there,
-    half for what else is looked up in the files. If None, the system decides. work: a folder for versions that deltas
-    make; by default EXPORT.serve beside the export, made by the first delta. Several threads may score at once; each
-    call computes on its own thread.
+    export: its folder, which is never written to, or a link to it. memory: how much of its tables and vocabularies may
+    be in this process's memory, as bytes or text such as "1GiB": half of it for the first rows of all tables, which
+    stay there, half for what else is looked up in the files. If None, the system decides. work: a folder for versions
+    that deltas make; by default EXPORT.serve beside the export, made by the first delta. Several threads may score at
+    once; each call computes on its own thread.
 
-    Raises ValueError, which names the file and says what to do, if the export is damaged or half brought forward.
+    Raises ValueError, which names the file and says what to do, if the export is damaged.
     """
 
     def __init__(self, export: Path | str, *, memory: int | str | None = None, work: Path | str | None = None) -> None:
-        path = Path(export)
+        self._export = path = Path(export).absolute()
         # Once, so that a version's limit does not count what the one before it had in memory.
         self._budget: Budget | None = None
         if memory is not None:
             num_bytes = parse_bytes(memory, what="memory")
             self._budget = Budget(mapped_bytes() + num_bytes, num_bytes // 2)
-        self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
+        self._work = path.with_name(path.name + SUFFIX) if work is None else Path(work)
         opened = Version(path, self._budget)
         opened.mapped.pin()
         self._versions: tuple[Version, Version | None] = opened, None
@@ -156,30 +160,47 @@ class Scorer:
     def apply(self, delta: Path | str) -> str:
         """Brings the model forward by the next delta, which `hotrow export --since` wrote; returns the new version.
 
-        A new folder is made of both and opened while the version before scores on; then requests get the new one. The
-        one before is kept for `rollback`. Raises ValueError, and nothing has changed, if the delta is not the next one
-        or is damaged, or if another one is being applied.
+        A process of its own makes a new folder of both, which is opened while the version before scores on; then
+        requests get the new one. The one before is kept for `rollback`. Raises ValueError, and nothing has changed, if
+        the delta is not the next one or is damaged, or if another one is being applied.
         """
         with self._alone():
             now, before = self._versions
-            found = read_delta(Path(delta))
+            found, _ = check_next(now.path, Path(delta))
             path = self._work / VERSIONS / f"{found.number}-{found.result[:NAME_DIGITS]}"
             self._make_folder(path.parent)
-            is_next = found.exports[-1] == checksum_of(now.path)
-            if is_next and is_taken(path) and not _is_whole(path, found.result):
-                shutil.rmtree(path)  # an earlier process ended while it removed it
-            if not (is_next and is_taken(path)):
-                apply_delta(now.path, delta, path)  # which says why, if it is not the next one
-            opened = Version(path, self._budget)
-            self._versions = opened, now
-            now.mapped.unpin()
-            opened.mapped.pin()
+            if is_taken(path) and not _is_whole(path, found.result):
+                remove_unheld(path)  # an earlier process ended while it removed it
+            if not is_taken(path):
+                make(now.path, Path(delta), path)
+            self._take(Version(path, self._budget), now)
             for old in (own for own in (before, self._undone) if own is not None):
-                if old.path.parent == path.parent and old.path not in (path, now.path):
-                    shutil.rmtree(old.path, ignore_errors=True)
+                old.leave()
+                if old.path.parent == path.parent.resolve() and old.path not in (self.path, now.path):
+                    remove_unheld(old.path)
             self._undone = None
+            return self.version
+
+    def follow(self) -> str:
+        """Takes the version that `export`, a link, leads to by now; returns its name.
+
+        It is opened while the version before scores on, which goes when nobody scores with it any more. Raises
+        ValueError, and nothing has changed, if it is not an export that can be scored.
+        """
+        with self._alone():
+            now = self._versions[0]
+            if self._export.resolve() != now.path:
+                self._take(Version(self._export, self._budget), None)
+                now.leave()
             self._settle()  # else a tally keeps a version that is gone
-            return opened.name
+            return self.version
+
+    def _take(self, opened: Version, before: Version | None) -> None:
+        now = self._versions[0]
+        self._versions = opened, before
+        now.mapped.unpin()
+        opened.mapped.pin()
+        self._settle()
 
     def rollback(self) -> str:
         """Goes back to the version before the last `apply`; returns its name. Raises ValueError if there is none."""
@@ -188,6 +209,7 @@ class Scorer:
             if before is None:
                 raise ValueError("there is no version before this one; apply a delta first")
             self._versions, self._undone = (before, None), now
+            now.leave()
             now.mapped.unpin()
             before.mapped.pin()
             return before.name
@@ -209,36 +231,22 @@ class Scorer:
         if not self._changing.acquire(blocking=False):
             raise ValueError("another delta is being applied; wait for it and try again")
         try:
-            with _giving_way():
-                yield
+            yield
         finally:
             self._changing.release()
 
 
-@contextmanager
-def _giving_way() -> Iterator[None]:
-    """Inside the block, this thread often lets others have the interpreter.
-
-    A request needs it back after each native call, for which it may wait `sys.getswitchinterval()`, 5 ms. That setting
-    is the whole process's. A profile function is this thread's own, but from Python 3.12 on calls of all threads take
-    some 0.05 us longer meanwhile. If there is one already, nothing is changed.
-    """
-    if sys.getprofile() is not None:
-        yield
-        return
-    began = time.perf_counter()
-
-    def pause(*_: Any) -> None:
-        nonlocal began
-        if time.perf_counter() - began > TURN_S:
-            time.sleep(PAUSE_S)
-            began = time.perf_counter()
-
-    sys.setprofile(pause)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+def make(export: Path, delta: Path, out: Path) -> None:
+    """As `apply_delta`, in a process of its own: requests need not wait for the interpreter, nor for a core that others
+    can use, and its memory comes back. It ends with this one. Raises ValueError, which says what it said."""
+    words = ("apply", export.absolute(), delta.absolute(), "--out", out.absolute())
+    command = [sys.executable, "-c", _APPLY, *map(str, words)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as child:
+        assert child.stderr is not None, "it is a pipe"
+        said = child.stderr.read().strip()
+    if child.returncode and not is_taken(out):  # another server of this folder may have made it
+        raise ValueError(said.rpartition("hotrow: ")[2] or f"the process that applied {delta} was ended; try again")
 
 
 def _is_whole(version: Path, checksum: str) -> bool:

@@ -39,6 +39,8 @@ MAX_WAITING = 128
 """Requests with a body beyond these are refused with status 503, so that bodies take half a GiB at most."""
 BODY_S = 30.0
 """A body that takes longer to come is refused with status 408: it would keep others out."""
+FOLLOW_S = 1.0
+"""Seconds between two looks at the link of an export that is followed."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
 _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
@@ -163,8 +165,9 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
     return app
 
 
-def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
+def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None, follow: bool = False) -> None:
     """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered. deltas: see `make_app`.
+    follow: whether it takes each version that the export's link comes to lead to.
 
     Says on stderr where it listens. Raises ValueError if it cannot listen there.
     """
@@ -176,8 +179,24 @@ def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     print(f"serving {scorer.path}, version {scorer.version}, at {where}/score", file=sys.stderr)
     app = make_app(scorer, deltas=deltas)
+    if follow:
+        threading.Thread(target=_follow, args=(scorer,), daemon=True).start()
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
+
+
+def _follow(scorer: Scorer) -> None:
+    """Takes one version after another; says once why one cannot be taken, and goes on."""
+    said = ""
+    while True:
+        try:
+            now = f"version {scorer.follow()}"
+        except Exception as error:
+            now = f"version {scorer.version} stays: {error}"
+        if now != said:
+            print(now, file=sys.stderr)
+        said = now
+        time.sleep(FOLLOW_S)
 
 
 async def _read(request: Request) -> bytes:
