@@ -1,12 +1,11 @@
-"""Deltas of exports: their size, and the seconds that applying one takes, beside writing the same rows alone.
+"""Deltas of exports: their size, and the seconds that applying one takes, beside copying a table and writing its rows.
 
     python -m benchmarks.deltas [--size 1GB] [--share 0.01] [--dim 16] [--rounds 3] [--folder DIR]
 
 An export has one table of `--size`, and the next one differs in `--share` of its rows, drawn uniformly: the worst case,
-because what people look up is less spread. A round copies the export and applies the delta to it in place; then it
-copies the table alone and writes the same rows into that with NumPy: `memmap[rows] = weights`, then `flush`. Each copy
-is on disk before its clock starts, and was made last, so that as much of it as memory has room for is in the page
-cache. Every round verifies the export against the checksums of the whole one. The disk holds the table twice.
+because what people look up is less spread. A round makes the next export of the export and the delta; then it copies
+the table alone and writes the same rows into the copy with NumPy: `memmap[rows] = weights`, then `flush`. Every round
+verifies the export against the checksums of the whole one. The disk holds the table twice.
 
 Prints a line of JSON: bytes and seconds, medians over the rounds. The bars: `size_ratio`, bytes of the delta to those
 of the changed rows, at most 1.1; `time_ratio`, of the medians, at most 2.
@@ -91,18 +90,17 @@ def measure(folder: Path, num_rows: int, dim: int, share: float, rounds: int) ->
     begin = (base / FILE).stat().st_size - 4 * num_rows * dim
 
     def write_rows() -> None:
+        shutil.copyfile(base / FILE, plain)
         file = np.memmap(plain, np.float32, "r+", offset=begin, shape=(num_rows, dim))
         file[rows] = weights
         file.flush()
 
     applying, writing = [], []
     for _ in range(rounds):
-        shutil.copytree(base, copy)
         os.sync()
-        applying.append(seconds(lambda: apply_delta(copy, delta)))
+        applying.append(seconds(lambda: apply_delta(base, delta, copy)))
         verify_export(copy)
         shutil.rmtree(copy)
-        shutil.copyfile(base / FILE, plain)
         os.sync()
         writing.append(seconds(write_rows))
         plain.unlink()

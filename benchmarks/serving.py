@@ -32,7 +32,6 @@ import ctypes
 import json
 import mmap
 import os
-import shutil
 import statistics
 import tempfile
 import threading
@@ -414,14 +413,15 @@ def measure_memory(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Requests before and while deltas come."""
-    base, since, kept, num_rows = work / "base", work / "since", work / "kept", rows_of(options.size)
+    base, kept, num_rows = work / "base", work / "kept", rows_of(options.size)
     make(base, num_rows)
-    shutil.copytree(base, since)
+    kept.mkdir()
+    since = base
     folders = {checksum_of(base)[:NAME_DIGITS]: base}
     for day in range(1, options.deltas + 1):
         write_delta(since, work / f"delta-{day}", lambda to, day=day: write(to, num_rows, day))
-        apply_delta(since, work / f"delta-{day}")
-        folders[checksum_of(since)[:NAME_DIGITS]] = Path(shutil.copytree(since, kept / str(day)))
+        apply_delta(since, work / f"delta-{day}", kept / str(day))
+        since = folders[checksum_of(kept / str(day))[:NAME_DIGITS]] = kept / str(day)
     make(work / "whole", num_rows, day=options.deltas)
     scorer, requests = Scorer(base, memory=options.memory, work=work / "work"), requests_of(base, options.items[0], 8)
     found, failed, done = list[tuple[float, float, str, int, bytes]](), list[str](), threading.Event()

@@ -3,7 +3,7 @@
 Put this file into Airflow's folder of DAGs, and hotrow where its tasks run. Change the constants below. Each server is
 `hotrow serve model --deltas CHAIN/deltas`, which sees the chain's folder; the model that it starts with is a copy of
 CHAIN/model. The chain's folder is its owner's alone: if a server runs as another user, as in a container, say once
-`chmod a+x CHAIN` and `chmod a+rx CHAIN/deltas`.
+`chmod a+x CHAIN`.
 
 A task that fails or is killed is tried again and goes on where it was. Days that were missed are done in order. A
 server that was away gets all deltas that it has missed.

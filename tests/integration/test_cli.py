@@ -59,8 +59,8 @@ def test_from_raw_rows_to_scores(work: Path, command: Any) -> None:
     written = command("export", again["run_dir"], "--since", "exported", "--out", "delta", "--json")
     assert written["number"] == 1 and written["rows"] > 0
     assert command("check", "delta", "--json")["kind"] == "delta"
-    assert command("apply", "exported", "delta", "--json")["rows"] == written["rows"]
-    assert "has it already" in command("apply", "exported", "delta", code=2)
+    assert command("apply", "exported", "delta", "--out", "next", "--json")["rows"] == written["rows"]
+    assert "has it already" in command("apply", "next", "delta", "--out", "more", code=2)
     for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
         assert command("check", artifact, "--json")["ok"]
     assert command("runs", "--clean", result["run_dir"], "--json")["bytes_freed"] >= 0

@@ -13,16 +13,20 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pytest
 import yaml
 
 import hotrow
+from forked import COMMAND, start_forked
 from hotrow.cli import app as cli
 
 fastapi = pytest.importorskip("fastapi")
@@ -46,8 +50,8 @@ USER = {"user": 7, "price": 2.5}
 ITEMS = [{"item": "i1"}, {"item": "i39"}, {"item": "never"}]
 
 
-def rows(num_rows: int) -> dict[str, list[Any]]:
-    rng = np.random.default_rng(0)
+def rows(num_rows: int, seed: int = 0) -> dict[str, list[Any]]:
+    rng = np.random.default_rng(seed)
     item = rng.integers(0, 40, num_rows)
     return {
         "click": (rng.random(num_rows) < np.where(item % 3 == 0, 0.7, 0.1)).astype(int).tolist(),
@@ -90,23 +94,33 @@ class Client:
 
 
 @pytest.fixture
-def served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, hotrow.Scorer]]:
-    scorer, own = hotrow.Scorer(folder / "out", work=tmp_path / "work"), list[tuple[Any, int]]()
-    run = uvicorn.Server.run
+def served(folder: Path, tmp_path: Path) -> Iterator[tuple[Client, hotrow.Scorer]]:
+    scorer = hotrow.Scorer(folder / "out", work=tmp_path / "work")
+    with serving(scorer, deltas=folder / "deltas") as client:
+        yield client, scorer
+
+
+@contextmanager
+def serving(scorer: hotrow.Scorer, **options: Any) -> Iterator[Client]:
+    """A server inside the block."""
+    own, run = list[tuple[Any, int]](), uvicorn.Server.run
 
     def running(process: Any, sockets: list[socket.socket]) -> None:
         own.append((process, sockets[0].getsockname()[1]))
         run(process, sockets)
 
-    monkeypatch.setattr(uvicorn.Server, "run", running)
-    options = {"host": "127.0.0.1", "port": 0, "deltas": folder / "deltas"}
+    options = {"host": "127.0.0.1", "port": 0, "deltas": None, **options}
     thread = threading.Thread(target=server.serve, args=(scorer,), kwargs=options)
-    thread.start()
-    while not own or not own[0][0].started:
-        time.sleep(0.01)
-    yield Client(own[0][1]), scorer
-    own[0][0].should_exit = True
-    thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.Server, "run", running)
+        thread.start()
+        while not own or not own[0][0].started:
+            time.sleep(0.01)
+    try:
+        yield Client(own[0][1])
+    finally:
+        own[0][0].should_exit = True
+        thread.join()
 
 
 def figures(text: str) -> dict[str, float]:
@@ -348,6 +362,52 @@ def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tm
     assert not {route.path for route in app.routes} & {"/apply", "/rollback"}
 
 
+@pytest.mark.parametrize("num_days", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_every_answer_is_of_one_day_while_a_chain_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_days: int
+) -> None:
+    """`hotrow days` in another process moves the link that a server follows, and two clients ask without end."""
+    monkeypatch.setattr(server, "FOLLOW_S", 0.02)
+    logs, chain, found, done = tmp_path / "logs", tmp_path / "chain", list[tuple[int, Any]](), threading.Event()
+    logs.mkdir()
+    words = ("days", logs, "--out", chain, "--label", "click", "--keep", num_days, "--set", "train.threads=1")
+
+    def go(first: int, last: int) -> None:
+        for day in range(first, last):
+            pa.csv.write_csv(pa.table(rows(400, seed=day)), logs / f"day_{day}.csv")
+        with start_forked(NICE + COMMAND, *words) as child:
+            assert child.finish().returncode == 0
+
+    def ask(client: Client) -> None:
+        while not done.is_set():
+            found.append(client("POST", "/score", {"user": USER, "items": ITEMS}))
+
+    go(0, 1)
+    scorer = hotrow.Scorer(chain / "model")
+    with serving(scorer, follow=True) as client, ThreadPoolExecutor(2) as executor:
+        asking = [executor.submit(ask, client) for _ in range(2)]
+        try:
+            go(1, num_days)
+            while scorer.path != (chain / "model").resolve():
+                time.sleep(0.01)
+            time.sleep(0.1)
+        finally:
+            done.set()
+        for each in asking:
+            each.result()
+    truth = dict[str, list[float]]()
+    for run in (chain / "runs").iterdir():
+        hotrow.load(run).export(whole := tmp_path / f"whole-{run.name}")
+        own = hotrow.Scorer(whole)
+        truth[own.version] = own.score(user=USER, items=ITEMS).tolist()
+    assert all(code == 200 and truth[own["version"]] == own["scores"] for code, own in found), found
+    assert len(truth) == num_days and len({own["version"] for _, own in found}) > num_days // 2
+    assert go(1, 1) is None and [path.name for path in (chain / "versions").iterdir()] == [f"day_{num_days - 1}"]
+
+
+NICE = "import os; os.nice(19)\n"
+
+
 def test_where_it_listens_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     words = ["serve", str(folder / "out"), "--work", str(tmp_path / "work"), "--port"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -361,6 +421,7 @@ def test_where_it_listens_is_said(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert "there is no folder none" in err
     (tmp_path / "token").write_text(" \n")
     assert "token is empty; write a token" in command(*words, "0", "--token-file", str(tmp_path / "token"), code=2)
+    assert "leave one of them out" in command(*words, "0", "--deltas", str(folder), "--follow", code=2)
 
 
 def test_the_examples_name_what_there_is() -> None:

@@ -57,7 +57,8 @@ def test_the_days_run_as_written_and_both_ways_serve_one_model(tmp_path: Path, m
             logs.append(f"{1_700_000_000 + 86_400 * day + second},u{user},i{item},{int(draw.random() < 0.3)}")
         (folder / "rows.csv").write_text("\n".join([*logs, ""]))
     lines = [line for _, block in blocks("daily.md") for line in block.replace("\\\n", " ").splitlines()]
-    assert {line.split()[1] for line in lines} == {"days", "init", "prepare", "train", "export", "apply"}
+    verbs = {line.split()[1] for line in lines if not line.startswith("ln ")}
+    assert verbs == {"days", "init", "prepare", "train", "export", "apply"}
     for line in lines:
         run_line(line)
     one, other = (hotrow.Scorer(folder) for folder in ("chain/model", "model"))

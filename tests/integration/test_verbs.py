@@ -183,7 +183,7 @@ from hotrow.__main__ import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verbs = {"demo": "", "prepare": "csv x --out y", "predict": "x y --out z", "export": "x --out y", "doctor": "",
-         "apply": "x y", "serve": "x", "days": "x --out y",
+         "apply": "x y --out z", "serve": "x", "days": "x --out y",
          "plan": "x", "runs": "", "tune": "x",
          **dict.fromkeys(("fit", "init", "train", "eval", "inspect", "report", "check"), "x")}
 for name, options in verbs.items():

@@ -5,10 +5,15 @@ What a delta holds is compared with all rows and ids of both days, side by side.
 """
 
 import json
+import mmap
 import os
+import random
 import shutil
+import signal
 import stat
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +28,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 import mutate
+import mutate_sealed
+from forked import run_forked
 from hotrow.cli import tools
 from hotrow.data.chunk import Keys, keys_to_arrow
 from hotrow.data.native import hash_keys
@@ -176,6 +183,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return found
 
 
+def bring_forward(folder: Path, delta: Path) -> None:
+    """Makes the next export beside it and lets it take its place."""
+    apply_delta(folder, delta, new := folder.with_name("next"))
+    shutil.rmtree(folder)
+    new.rename(folder)
+
+
 Chain = tuple[list[Path], list[Path]]
 
 
@@ -190,9 +204,7 @@ def make_chain(folder: Path, count: int = 4, seed: int = 0, form: Any = "float32
             out = folder / f"delta-{number}"
             write_delta(folder / "upstream", out, lambda to, day=day, number=number: write(to, day, number))
             made.append(out)
-            apply_delta(folder / "upstream", out)
-            if number == 1:
-                shutil.copy(folder / "upstream/chain.json", folder / "half.json")
+            bring_forward(folder / "upstream", out)
     return wholes, made
 
 
@@ -212,16 +224,15 @@ def base(made: Chain, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("seed", range(5))
 def test_an_export_and_its_deltas_are_the_whole_export(tmp_path: Path, seed: int, form: str) -> None:
     wholes, made = make_chain(tmp_path, 5, seed, form)
-    in_place = Path(shutil.copytree(wholes[0], tmp_path / "in-place"))
     for number, (whole, delta) in enumerate(zip(wholes[1:], made, strict=True), 1):
         previous = wholes[number - 1] if number == 1 else tmp_path / f"new-{number - 1}"
         new = tmp_path / f"new-{number}"
         kept = files_of(previous)
-        assert apply_delta(in_place, delta)["number"] == number
-        apply_delta(previous, delta, new)
-        assert files_of(in_place) == files_of(new) == files_of(whole)
+        assert apply_delta(previous, delta, new)["number"] == number
+        assert files_of(new) == files_of(whole)
         assert files_of(previous) == kept
-        assert tools.check(new)["kind"] == tools.check(in_place)["kind"] == "export"
+        assert (new / "README.md").samefile(previous / "README.md"), "what stays takes no room"
+        assert tools.check(new)["kind"] == "export"
         assert tools.check(delta)["kind"] == "delta"
 
 
@@ -263,7 +274,7 @@ def test_one_id_goes_and_two_come(tmp_path: Path) -> None:
         {"key": b"newer", "row": 1000, "gone": False},
     ]
     assert not (tmp_path / "delta/files/encoder/vocab/text").exists()
-    apply_delta(base, tmp_path / "delta")
+    bring_forward(base, tmp_path / "delta")
     assert files_of(base) == files_of(whole)
 
 
@@ -273,7 +284,7 @@ def test_a_vocabulary_that_counts_other_accesses_comes_whole(tmp_path: Path) -> 
     two = {name: (one[name][0], two[name][1][: len(one[name][1])]) for name in two}
     base, whole = write_whole(tmp_path / "base", one, 0), write_whole(tmp_path / "whole", two, 1, accesses=7)
     write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1, accesses=7))
-    apply_delta(base, tmp_path / "delta")
+    bring_forward(base, tmp_path / "delta")
     assert files_of(base) == files_of(whole)
 
 
@@ -283,10 +294,7 @@ def test_rows_at_another_place_in_their_file_are_refused(tmp_path: Path, monkeyp
         patch.setattr(exports, "ALIGNMENT", 8)
         base = write_whole(tmp_path / "base", one, 0)
     write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
-    before = files_of(base)
-    with pytest.raises(ValueError, match=r"its rows are not at byte \d+; take a whole export"):
-        apply_delta(base, tmp_path / "delta")
-    assert files_of(base) == before
+    refused(base, tmp_path / "delta", r"its rows are not at byte \d+; take a whole export")
 
 
 @pytest.mark.slow_but(" --rows int8")
@@ -309,7 +317,7 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     for words in (
         "prepare csv day1.csv --schema schema.yaml --out data1",
         "train r.yaml",
-        f"export run1 --out clicks{form}",
+        f"export run1 --out clicks1{form}",
         "export run1 --out whole1",
         *(
             word.format(day=day, before=day - 1)
@@ -317,18 +325,16 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
             for word in (
                 "prepare csv day{day}.csv --base data{before} --out data{day}",
                 "train --from run{before} --set data=data{day} --set run=run{day}",
-                "export run{day} --since clicks --out delta{before}",
-                "apply clicks delta{before}",
+                "export run{day} --since clicks{before} --out delta{before}",
+                "apply clicks{before} delta{before} --out clicks{day}",
                 "export run{day} --out whole{day}" + form,
             )
         ),
     ):
         outcome = mutate.run_command(words.split())
         assert outcome.code == 0, (words, outcome.err)
-        if words.startswith("export run2 --out"):
-            assert files_of(Path("clicks")) == files_of(Path("whole2"))
-    assert files_of(Path("clicks")) == files_of(Path("whole3"))
     for number in (1, 2):
+        assert files_of(Path(f"clicks{number + 1}")) == files_of(Path(f"whole{number + 1}"))
         changes = json.loads(Path(f"delta{number}/delta.json").read_text())["tables"]
         assert changes["user"]["ids"] > 50 and changes["item"]["ids"] > 20
         first, last = ({*ids_of(Path(f"whole{day}/encoder/vocab/user"))} for day in (number, number + 1))
@@ -339,83 +345,87 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
         assert parent["rows_reborn"]["user"] > 50
         assert len({*told["row"]}) < len(told["row"]), "new ids have the rows of those that are gone"
     assert mutate.run_command(["train", "r.yaml", "--set", "run=other", "--set", "model.embedding_dim=8"]).code == 0
-    outcome = mutate.run_command(["export", "other", "--since", "clicks", "--out", "delta"])
+    outcome = mutate.run_command(["export", "other", "--since", "clicks3", "--out", "delta"])
     assert outcome.code == 2 and "its embedding_dim is 4, that of run other is 8" in outcome.err
 
 
-class Stopped(BaseException):
-    """As a kill: nobody expects it."""
+KILLED = """
+import os, signal, sys, threading
+from hotrow.export.delta import apply_delta
+export, delta, out, delay_s = sys.argv[1:]
+threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+apply_delta(export, delta, out)
+os._exit(0)
+"""
 
 
-def stopping(patch: pytest.MonkeyPatch, after: int) -> None:
-    """Stops at the call number `after` of those that change the disk, before it if the number is odd, else behind it;
-    every later one stops too, so that nothing is tidied up."""
-    calls = 0
-
-    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > after + 1 or (calls == after + 1 and after % 2):
-                raise Stopped
-            found = plain(*arguments, **options)
-            if calls == after + 1:
-                raise Stopped
-            return found
-
-        return call
-
-    for owner, name in ((np.memmap, "flush"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "rename")):
-        patch.setattr(owner, name, counted(getattr(owner, name)))
+@pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_an_apply_that_was_killed_is_made_again(made: Chain, base: Path, tmp_path: Path, num_kills: int) -> None:
+    """At any moment, with no more left of it than what the next call removes."""
+    new, out, rng, killed, most_s = files_of(made[0][1]), tmp_path / "new", random.Random(0), 0, 0.5
+    while killed < num_kills:
+        done = run_forked(KILLED, base, made[1][0], out, delay_s := rng.uniform(0, most_s))
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        killed += done.returncode != 0
+        most_s = 0.9 * max(most_s, 0.01) if done.returncode == 0 else max(most_s, 1.1 * delay_s)
+        if not out.exists():
+            apply_delta(base, made[1][0], out)
+        assert files_of(out) == new and {path.name for path in tmp_path.iterdir()} == {"base", "new"}
+        shutil.rmtree(out)
 
 
-def test_an_interrupted_apply_leaves_the_old_or_is_refused(made: Chain, base: Path, tmp_path: Path) -> None:
-    """At every call that changes the disk."""
-    old, new = files_of(base), files_of(made[0][1])
-    after, seen = 0, set()
-    while True:
-        folder = Path(shutil.copytree(base, tmp_path / "case"))
-        with pytest.MonkeyPatch.context() as patch:
-            stopping(patch, after)
-            try:
-                apply_delta(folder, made[1][0])
-            except Stopped:
-                pass
-            else:
-                assert files_of(folder) == new
-                break
-        left = {name: data for name, data in files_of(folder).items() if not name.endswith(".partial")}
-        try:
-            exports.verify_export(folder)
-            state = "old" if old == {name: left[name] for name in old if name in left} else "new"
-            assert state == "old" or left == new
-        except ValueError as error:
-            assert "hotrow apply" in str(error)
-            state = "half"
-            with pytest.raises(ValueError, match="in half"):
-                write_delta(folder, tmp_path / "delta", lambda to: write(to, {}, 9))
-            with pytest.raises(ValueError, match="in half"):
-                apply_delta(folder, made[1][0], tmp_path / "out")
-            with pytest.raises(ValueError, match=r"delta 2, and delta 1 .* in half"):
-                apply_delta(folder, made[1][1])
-        seen.add(state)
-        if state == "new":
-            with pytest.raises(ValueError, match="has it already"):
-                apply_delta(folder, made[1][0])
-        else:
-            apply_delta(folder, made[1][0])
-        assert files_of(folder) == new
-        apply_delta(folder, made[1][1])
-        assert files_of(folder) == files_of(made[0][2])
-        shutil.rmtree(folder)
-        after += 1
-    assert seen >= {"old", "half"} and after > 20
+@pytest.mark.parametrize("num_cases", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_delta_of_any_content_is_an_error_or_the_next_export(
+    made: Chain, base: Path, tmp_path: Path, num_cases: int
+) -> None:
+    """With its checksums made right again, as anybody can: soon, without memory, and with nothing left on disk."""
+    new, rng, before = files_of(made[0][1]), random.Random(0), 0
+    for number in range(num_cases):
+        delta = Path(shutil.copytree(made[1][0], tmp_path / "delta"))
+        what = change_delta(delta, rng)
+        began = time.monotonic()
+        with suppress(ValueError):
+            apply_delta(base, delta, tmp_path / "new")
+            assert exports.verify_export(tmp_path / "new"), (number, what)
+            assert files_of(tmp_path / "new") == new or what.startswith("files/export.json"), (number, what)
+            shutil.rmtree(tmp_path / "new")
+        assert time.monotonic() - began < 2, (number, what)
+        shutil.rmtree(delta)
+        assert [path.name for path in tmp_path.iterdir()] == ["base"], (number, what)
+        before = before or resident_bytes()
+    assert resident_bytes() < before + (50 << 20)
+
+
+def change_delta(delta: Path, rng: random.Random) -> str:
+    """Changes a field of delta.json, or of the new export.json, or bytes of a file; returns what was done."""
+    name = rng.choice(sorted(path.relative_to(delta).as_posix() for path in delta.rglob("*") if path.is_file()))
+    path = delta / name
+    if name.endswith(".json"):
+        what = f"{name}: {mutate_sealed.change_json(path, rng)}"
+    else:
+        data, at = bytearray(path.read_bytes()), rng.randrange(path.stat().st_size)
+        data[at : at + rng.choice([0, 1, 4])] = rng.randbytes(rng.choice([1, 1, 4]))
+        what = f"{name} at {at}"
+        path.write_bytes(data)
+
+    def right(fields: dict[str, Any]) -> None:
+        fields["files"][name] = asdict(exports.file_record(path))
+        if name == "files/export.json":
+            fields["result"] = deltas.checksum_of(path.parent)
+
+    if name != "delta.json":
+        reseal(delta / "delta.json", right)
+    return what
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.slow_but("150")
 @pytest.mark.parametrize("kib", [64, 150, 240])
 def test_a_full_disk_is_said_and_the_same_call_ends_it(
-    tmp_path: Path, small_disk: tuple[Path, Callable[[int], None]], kib: int
+    tmp_path: Path, small_disk: tuple[Path, Callable[[int], None]], monkeypatch: pytest.MonkeyPatch, kib: int
 ) -> None:
     """A table that grows from 24 KB to 240 KB, some of whose pages the disk does not hold."""
     disk, resize = small_disk
@@ -424,42 +434,22 @@ def test_a_full_disk_is_said_and_the_same_call_ends_it(
     whole = write_whole(tmp_path / "whole", {"plain": ({}, weights)}, 1)
     write_delta(base, tmp_path / "delta", lambda to: write(to, {"plain": ({}, weights)}, 1))
     resize(kib)
+    with pytest.raises(ValueError, match=r"export .* needs 1 MiB more than the disk has free"):
+        bring_forward(base, tmp_path / "delta")
+    monkeypatch.setattr(deltas, "check_room", lambda *_, **__: None)  # others fill it meanwhile
     with pytest.raises(OSError, match=r"disk full while applying .*\. Free some .*, then run the same command again"):
-        apply_delta(base, tmp_path / "delta")
+        bring_forward(base, tmp_path / "delta")
     resize(1000)
-    apply_delta(base, tmp_path / "delta")
+    bring_forward(base, tmp_path / "delta")
     assert files_of(base) == files_of(whole)
-
-
-def test_a_new_folder_appears_when_it_is_whole(made: Chain, base: Path, tmp_path: Path) -> None:
-    kept = files_of(base)
-    for after in (0, 3, 9, 21):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-            stopping(patch, after)
-            apply_delta(base, made[1][0], tmp_path / "new")
-        assert not (tmp_path / "new").exists() and files_of(base) == kept
-    apply_delta(base, made[1][0], tmp_path / "new")
-    assert files_of(tmp_path / "new") == files_of(made[0][1])
-
-
-def test_what_was_damaged_before_an_interrupted_apply_went_on_is_found(
-    made: Chain, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(deltas, "_change_table", lambda *_: (_ for _ in ()).throw(Stopped))
-        apply_delta(base, made[1][0])
-    path = base / "README.md"
-    path.write_text("another")
-    with pytest.raises(ValueError, match=r"README.md is missing, cut off or altered.*take a whole export"):
-        apply_delta(base, made[1][0])
 
 
 def refused(export: Path, delta: Path, said: str) -> None:
     """It says so, and changes nothing."""
-    before = {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
+    before = {path: path.is_file() and path.read_bytes() for path in export.parent.rglob("*")}
     with pytest.raises(ValueError, match=said):
-        apply_delta(export, delta)
-    assert before == {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
+        apply_delta(export, delta, export.with_name("refused"))
+    assert before == {path: path.is_file() and path.read_bytes() for path in export.parent.rglob("*")}
 
 
 @pytest.mark.parametrize("row", [-1, 1 << 40])
@@ -469,24 +459,21 @@ def test_a_row_that_the_table_does_not_have(made: Chain, base: Path, tmp_path: P
     name = next(path for path in (delta / "rows").iterdir())
     rows = pq.read_table(name)
     numbers = pa.array([*rows["row"].to_pylist()[:-1], row])
-    pq.write_table(pa.table([numbers, rows["weight"]], schema=rows.schema), name, store_schema=False)
+    deltas._write(name, rows.schema, iter([pa.table([numbers, rows["weight"]], schema=rows.schema)]))
     record = asdict(exports.file_record(name))
     reseal(delta / "delta.json", lambda fields: fields["files"].update({f"rows/{name.name}": record}))
-    kept = files_of(base)
-    with pytest.raises(ValueError, match=f"rows/{name.name} names a row that"):
-        apply_delta(base, delta, tmp_path / "new")
-    assert files_of(base) == kept and not (tmp_path / "new").exists()
+    refused(base, delta, f"rows/{name.name} names a row that")
 
 
 def test_a_gap_a_repeat_and_another_order(made: Chain, base: Path) -> None:
     refused(base, made[1][1], "is delta 2, and .* lacks 1 to 1: apply these first")
     refused(base, made[1][2], "is delta 3, and .* lacks 1 to 2: apply these first")
-    apply_delta(base, made[1][0])
+    bring_forward(base, made[1][0])
     refused(base, made[1][0], "is delta 1, and .* has it already: go on with the delta after 1")
     refused(base, made[1][2], "lacks 2 to 2")
-    apply_delta(base, made[1][1])
+    bring_forward(base, made[1][1])
     refused(base, made[1][0], "has it already: go on with the delta after 2")
-    apply_delta(base, made[1][2])
+    bring_forward(base, made[1][2])
 
 
 def test_a_fork(made: Chain, base: Path, tmp_path: Path) -> None:
@@ -494,9 +481,9 @@ def test_a_fork(made: Chain, base: Path, tmp_path: Path) -> None:
     day = days(2, seed=7)[1]
     other = Path(shutil.copytree(base, tmp_path / "other"))
     write_delta(other, tmp_path / "other-1", lambda to: write(to, day, 5))
-    apply_delta(base, made[1][0])
+    bring_forward(base, made[1][0])
     refused(base, tmp_path / "other-1", "of another branch, which parted from .* after delta 0")
-    apply_delta(other, tmp_path / "other-1")
+    bring_forward(other, tmp_path / "other-1")
     refused(other, made[1][1], "of another branch")
 
 
@@ -543,8 +530,7 @@ def test_a_damaged_export_is_refused_by_both(made: Chain, base: Path, tmp_path: 
     path = base / "tables/int.safetensors"
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"int.safetensors is missing, cut off or altered"):
-        apply_delta(base, made[1][0], tmp_path / "out")
+    refused(base, made[1][0], r"int.safetensors comes out otherwise than in the new export")
     with pytest.raises(ValueError, match=r"int.safetensors is missing, cut off or altered"):
         write_delta(base, tmp_path / "delta", lambda to: write(to, days(2)[1], 1))
     path.write_bytes(raw[:-1])
@@ -556,10 +542,8 @@ def test_a_damaged_export_is_refused_by_both(made: Chain, base: Path, tmp_path: 
 
 def test_other_bad_input(made: Chain, base: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty is not an export: it has no export.json"):
-        apply_delta(tmp_path / "empty", made[1][0])
-    with pytest.raises(ValueError, match="empty is not a delta, or half of one"):
-        apply_delta(base, tmp_path / "empty")
+    refused(tmp_path / "empty", made[1][0], r"empty is not an export: it has no export.json")
+    refused(base, tmp_path / "empty", "empty is not a delta, or half of one")
     with pytest.raises(ValueError, match="exists already; remove it or choose another name"):
         apply_delta(base, made[1][0], tmp_path / "empty")
     with pytest.raises(ValueError, match="exists already"):
@@ -567,17 +551,12 @@ def test_other_bad_input(made: Chain, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="base already is this export"):
         write_delta(base, tmp_path / "delta", lambda to: write(to, days(1)[0], 0))
     shutil.copy(made[0][0].parent / "upstream/chain.json", base / "chain.json")
-    with pytest.raises(ValueError, match=r"chain.json is of another export; restore it"):
-        apply_delta(base, made[1][0])
+    refused(base, made[1][0], r"chain.json is of another export; restore it")
 
 
-@pytest.mark.parametrize("is_half", [False, True])
-def test_no_link_is_followed(made: Chain, base: Path, tmp_path: Path, *, is_half: bool) -> None:
-    """In either folder, also in an export that is changed in half."""
+def test_no_link_is_followed(made: Chain, base: Path, tmp_path: Path) -> None:
+    """In either folder."""
     delta = Path(shutil.copytree(made[1][0], tmp_path / "delta"))
-    if is_half:
-        (base / "export.json").rename(tmp_path / "export.json")
-        shutil.copy(made[0][0].parent / "half.json", base / "chain.json")
     for folder, name in (
         (base, "tables"),
         (base, "tables/int.safetensors"),
@@ -590,7 +569,7 @@ def test_no_link_is_followed(made: Chain, base: Path, tmp_path: Path, *, is_half
         refused(base, delta, f"{name} is a link")
         (folder / name).unlink()
         (tmp_path / "outside").rename(folder / name)
-    apply_delta(base, delta)
+    bring_forward(base, delta)
     assert files_of(base) == files_of(made[0][1])
 
 
@@ -599,7 +578,6 @@ def test_no_link_is_followed(made: Chain, base: Path, tmp_path: Path, *, is_half
     [
         ("number", 2, "number is 2; it must be that of the exports before it, 1"),
         ("result", "0" * 64, "result is not the checksum of files/export.json"),
-        ("removed", ["../../x"], "must not start with"),
         ("tables", {"../x": {"tensor": "t", "num_embeddings": 1, "embedding_dim": 3}}, "must not start with"),
         ("tables", {"int": {"tensor": "t", "num_embeddings": 1 << 60, "embedding_dim": 3}}, "tables.int is not as"),
     ],
@@ -613,28 +591,20 @@ def test_a_forged_delta_is_refused(made: Chain, base: Path, tmp_path: Path, fiel
 def test_a_vocabulary_that_comes_out_otherwise_is_refused(made: Chain, base: Path, tmp_path: Path) -> None:
     delta = Path(shutil.copytree(made[1][0], tmp_path / "delta"))
     reseal(delta / "delta.json", lambda fields: fields["tables"]["int"].update(accesses=1))
-    with pytest.raises(ValueError, match="comes out otherwise than in the new export"):
-        apply_delta(base, delta)
-    assert exports.verify_export(base)
+    refused(base, delta, "comes out otherwise than in the new export")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_exports_and_deltas_follow_the_umask_and_leave_files_of_users_alone(tmp_path: Path, umask: int) -> None:
+def test_exports_and_deltas_follow_the_umask(tmp_path: Path, umask: int) -> None:
     one, two = days(2)
     before = os.umask(umask)
     try:
         base = write_whole(tmp_path / "base", one, 0)
         write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
         apply_delta(base, tmp_path / "delta", tmp_path / "new")
-        users = {base / "token.txt": 0o600, base / "tables" / "run-me": 0o755}
-        for path, mode in users.items():
-            path.touch()
-            path.chmod(mode)
-        os.umask(0o077 - umask)  # of whoever brings it forward
-        apply_delta(base, tmp_path / "delta")
     finally:
         os.umask(before)
     for folder in (base, tmp_path / "delta", tmp_path / "new"):
         for path in (folder, *folder.rglob("*")):
             wanted = (0o777 if path.is_dir() else 0o666) & ~umask
-            assert stat.S_IMODE(path.stat().st_mode) == users.get(path, wanted), path
+            assert stat.S_IMODE(path.stat().st_mode) == wanted, path

@@ -17,6 +17,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -39,7 +40,8 @@ from test_sizes import peak_below
 
 import hotrow
 from benchmarks.serving_export import make, write
-from forked import run_as_another
+from forked import run_as_another, run_forked
+from hotrow.base.files import claim, remove_unheld
 from hotrow.base.records import write_sealed
 from hotrow.config.load import make_config
 from hotrow.data.chunk import take_keys
@@ -47,14 +49,16 @@ from hotrow.data.native import backend, hash_keys
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
-from hotrow.export.delta import write_delta
+from hotrow.export.delta import apply_delta, write_delta
 from hotrow.export.export import file_record
 from hotrow.kernels import ops
 from hotrow.models.spec import SampleError
 from hotrow.run import runs
 from hotrow.run.checkpoint_files import MANIFEST
 from hotrow.serve import mapped
+from hotrow.serve import scorer as scorers
 from hotrow.serve.version import Version
+from prepare_data import file_hashes
 from resealed import reseal
 
 SIMPLE: dict[str, Any] = {
@@ -101,6 +105,12 @@ def run(folder: Path, packed: Path) -> hotrow.Run:
 def export(folder: Path, run: hotrow.Run) -> Path:
     run.export(folder / "out")
     return folder / "out"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas are applied here: another process takes seconds to begin. test_serving.py has one."""
+    monkeypatch.setattr(scorers, "make", apply_delta)
 
 
 @pytest.fixture
@@ -528,7 +538,7 @@ def days_of(folder: Path, run: hotrow.Run, num_deltas: int) -> Days:
         wholes.append(folder / f"whole-{step}")
         run.export(deltas[-1], since=since, step=step)
         run.export(wholes[-1], step=step)
-        hotrow.apply_delta(since, deltas[-1])
+        hotrow.apply_delta(since, deltas[-1], since := folder / f"since-{step}")
     assert len(deltas) == num_deltas
     return base, deltas, wholes
 
@@ -586,28 +596,6 @@ def test_a_damaged_delta_is_refused_and_the_version_before_scores_on(days: Days,
     assert scorer.apply(delta) == scorer.version
 
 
-def test_applying_leaves_profilers_as_they_were(days: Days, tmp_path: Path) -> None:
-    """It lets requests go on from a profile function, which is the thread's own."""
-    base, (delta, *_), _ = days
-    scorer, called = hotrow.Scorer(base, work=tmp_path / "work"), set[str]()
-    with pytest.raises(ValueError, match="is not a delta"):
-        scorer.apply(tmp_path / "none")
-    assert sys.getprofile() is None
-
-    def own(frame: Any, *_: Any) -> None:
-        called.add(frame.f_code.co_name)
-
-    sys.setprofile(own)
-    try:
-        scorer.apply(delta)
-        assert sys.getprofile() is own
-    finally:
-        sys.setprofile(None)
-    assert {"apply", "apply_delta"} <= called
-    scorer.rollback()
-    assert sys.getprofile() is None
-
-
 @pytest.mark.slow_but("export.json", ".")
 @pytest.mark.parametrize(
     "name", ["export.json", "tables/item.safetensors", "encoder/vocab/user", "model.safetensors", "."]
@@ -623,6 +611,72 @@ def test_a_kept_version_that_was_removed_in_half_is_made_again(days: Days, tmp_p
     assert scorer.apply(delta) == version
     own = hotrow.Scorer(whole, work=tmp_path / "work")
     np.testing.assert_array_equal(scorer.score(some()), own.score(some()))
+
+
+def test_a_version_that_another_server_scores_with_stays(days: Days, tmp_path: Path) -> None:
+    """Two servers of one export make their versions in one folder; one of them is behind."""
+    base, deltas, wholes = days
+    ahead, behind = (hotrow.Scorer(base, work=tmp_path / "work") for _ in range(2))
+    behind.apply(deltas[0])
+    for delta in deltas:
+        ahead.apply(delta)
+    for delta, whole in zip(deltas[1:], wholes[1:], strict=True):
+        behind.apply(delta)
+        np.testing.assert_array_equal(behind.score(some()), hotrow.Scorer(whole).score(some()))
+    assert behind.version == ahead.version
+
+
+def test_a_version_that_is_followed_is_held_until_another_one_scores(days: Days, tmp_path: Path) -> None:
+    base, _, (whole, *_) = days
+    link, folders = tmp_path / "model", [Path(shutil.copytree(own, tmp_path / own.name)) for own in (base, whole)]
+    link.symlink_to(folders[0].name)
+    scorer = hotrow.Scorer(link)
+    (beside := tmp_path / "beside").symlink_to(folders[1].name)
+    beside.replace(link)
+    assert not remove_unheld(folders[0]) and scorer.path == folders[0]
+    (damaged := folders[1] / "README.md").rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"README\.md is missing"):
+            scorer.follow()
+    assert scorer.path == folders[0]
+    (tmp_path / "away").rename(damaged)
+    assert scorer.follow() == scorer.version == hotrow.Scorer(whole).version
+    assert remove_unheld(folders[0]) and not folders[0].exists() and not remove_unheld(folders[1])
+    with pytest.raises(ValueError, match="no version before"):
+        scorer.rollback()
+
+
+FOLLOWING = """
+import os, signal, sys, threading, hotrow
+from pathlib import Path
+link, other, delay_s = sys.argv[1:]
+scorer = hotrow.Scorer(link)
+threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+for turn in range(1000):
+    (beside := Path(link + "-2")).symlink_to((other, scorer.path)[turn % 2])
+    beside.replace(link)
+    scorer.follow()
+    scorer.score({"item": [1]})
+"""
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_server_that_was_killed_as_it_followed_holds_nothing(days: Days, tmp_path: Path, num_kills: int) -> None:
+    base, _, (whole, *_) = days
+    expected = {own.name: hotrow.Scorer(own).score(some()) for own in (base, whole)}
+    before, rng, link = {own: file_hashes(own) for own in (base, whole)}, random.Random(0), tmp_path / "model"
+    for _ in range(num_kills):
+        link.symlink_to(base)
+        done = run_forked(FOLLOWING, link, whole, rng.uniform(0, 0.5))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        scorer = hotrow.Scorer(link)
+        np.testing.assert_array_equal(scorer.score(some()), expected[scorer.path.name])
+        del scorer
+        with claim(base) as is_free, claim(whole) as is_free_too:
+            assert is_free and is_free_too
+        (tmp_path / "model-2").unlink(missing_ok=True)
+        link.unlink()
+    assert {own: file_hashes(own) for own in before} == before
 
 
 @pytest.mark.parametrize("num_deltas", [4, *(pytest.param(number, marks=pytest.mark.slow) for number in (20, 100))])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
-from hotrow.base.door import open_file
+from hotrow.base.door import open_file, remove
 
 PARTIAL_SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -237,17 +237,18 @@ def file_name(name: str) -> str:
 
 
 @contextmanager
-def claim(path: Path) -> Iterator[bool | None]:
+def claim(path: Path, *, shared: bool = False) -> Iterator[bool | None]:
     """Yields whether this process has the folder to itself inside the block; a kill releases it too.
 
-    If None, the file system has no locks, so nobody can tell. A folder is locked itself, or by its file LOCK if that
-    does not work or would not be seen on other machines.
+    shared: with others that share it, and nobody has it alone meanwhile. If None, the file system has no locks, so
+    nobody can tell. A folder is locked itself, or by its file LOCK if that does not work or would not be seen on other
+    machines.
     """
     itself = [] if file_system(path) in NETWORK else [(path, os.O_RDONLY)]
     claimed, descriptor = None, None
     for target, flags in (*itself, (path / LOCK, os.O_RDWR | os.O_CREAT)):
         with suppress(OSError):
-            descriptor, claimed = _locked(target, flags)
+            descriptor, claimed = _locked(target, flags, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             break
     try:
         yield claimed
@@ -264,11 +265,19 @@ def claim_or_fail(folder: Path, stack: ExitStack) -> None:
         raise ValueError(f"another process works in {folder}: wait until it has ended, or pass another --out")
 
 
-def _locked(path: Path, flags: int) -> tuple[int, bool]:
+def remove_unheld(path: Path) -> bool:
+    """Removes a folder, unless somebody has claimed it; returns whether it is gone."""
+    with claim(path) as is_ours:
+        if is_ours is not False:
+            remove(path)
+    return is_ours is not False
+
+
+def _locked(path: Path, flags: int, how: int) -> tuple[int, bool]:
     """Returns a descriptor of `path`, and whether it is locked by this process. Raises OSError if it has no locks."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return descriptor, False
     except OSError:

@@ -407,12 +407,13 @@ def days(
     schema: SchemaFile = None,
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
+    accept: Annotated[list[str] | None, typer.Option(help="A day to train on although its labels are odd.")] = None,
     set_: Set = None,
 ) -> Answer:
     """Do each day of a folder that is not done: prepare, score, train, export, apply. Kill it: it goes on."""
     from hotrow.days.walk import walk_days
 
-    options = {"recipe": recipe, "schema": schema, "keep": keep, "overrides": set_ or ()}
+    options = {"recipe": recipe, "schema": schema, "keep": keep, "overrides": set_ or (), "accept": accept or ()}
     result = walk_days(logs, out, **vars(read), **options)
     shown = {name: value for name, value in result.items() if name not in ("status", "newest")}
     return result, lambda: _print_fields(shown)
@@ -601,24 +602,22 @@ def _summary_of(delta: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@verb("apply", home="hotrow.export.delta", example="hotrow apply clicks-export clicks-delta-2")
+@verb("apply", home="hotrow.export.delta", example="hotrow apply clicks-1 clicks-delta-2 --out clicks-2")
 def apply(
-    export: Annotated[Path, typer.Argument(help="The export to bring forward.")],
+    export: Annotated[Path, typer.Argument(help="The export to bring forward; it stays as it is.")],
     delta: Annotated[Path, typer.Argument(help="The next delta, which `hotrow export --since` wrote.")],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to make of both, which must not exist yet; default: change EXPORT.")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to make of both, which must not exist yet.")],
 ) -> Answer:
-    """Bring an export forward: change the rows, ids and weights that a delta names."""
+    """Bring an export forward: make the next one of it and of the rows, ids and weights of a delta."""
     from hotrow.export.delta import apply_delta
 
-    return {"export": str(out or export), **_summary_of(apply_delta(export, delta, out))}
+    return {"export": str(out), **_summary_of(apply_delta(export, delta, out))}
 
 
 @verb("serve", home="hotrow.serve.scorer", example="hotrow serve clicks-export --memory 1GiB")
 def serve(
-    export: Annotated[Path, typer.Argument(help="An export's folder, which is never written to.")],
+    export: Annotated[Path, typer.Argument(help="An export's folder, which is never written to, or a link to it.")],
     *,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8080,
@@ -626,16 +625,9 @@ def serve(
         str | None,
         typer.Option(help="How much of the tables may be in memory, e.g. 1GiB; default: the system decides."),
     ] = None,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder for what is made while serving; default: EXPORT.serve.")
-    ] = None,
-    deltas: Annotated[
-        Path | None, typer.Option(help="Folder of deltas that POST /apply may take; default: none may be applied.")
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with a token that POST /apply and /rollback need; default: JSON of the same origin."),
-    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Take each version that EXPORT comes to lead to: CHAIN/model of `days`.")
+    ] = False,
 ) -> Answer:
     """Score raw rows over HTTP: POST /score, GET /health, GET /metrics."""
     from hotrow.serve.scorer import Scorer
@@ -644,13 +636,8 @@ def serve(
         from hotrow.serve.server import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"hotrow serve needs {error.name}: pip install 'hotrow[serve]'") from None
-    if deltas is not None and not deltas.is_dir():
-        raise ValueError(f"--deltas: there is no folder {deltas}; make it, or leave the option out")
-    token = None if token_file is None else token_file.read_text("latin-1").strip()
-    if token == "":
-        raise ValueError(f"--token-file: {token_file} is empty; write a token into it")
-    scorer = Scorer(export, memory=memory, work=work)
-    serve(scorer, host=host, port=port, deltas=deltas, token=token)
+    scorer = Scorer(export, memory=memory)
+    serve(scorer, host=host, port=port, follow=follow)
     return {"export": str(scorer.path), "version": scorer.version}
 
 

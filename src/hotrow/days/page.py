@@ -23,17 +23,20 @@ MAX_TICKS = 8
 """Days that are named below a chart."""
 
 
+KnownFiles = dict[str, tuple[Count, str, Count]]
+"""Files of a day by their path below the logs: size, checksum, and when the system last saw a change, in its ns."""
+
+
 @record(frozen=True, config=STRICT)
 class DoneDay:
     """A day that is done, as days.json keeps it."""
 
     name: str
-    files: dict[str, tuple[Count, str]]
-    """Its files by their path below the logs: size and checksum."""
-    prepared_s: Amount
-    """When its dataset was complete, in seconds since 1970."""
+    files: KnownFiles
     rows: Count
     """Rows that train."""
+    positives: dict[str, Count]
+    """How many of them are 1, by label of 0 or 1."""
     metrics: dict[str, Any] | None
     """Those of the model of the day before on these rows; None of the first day."""
     parts: list[Part]

@@ -3,20 +3,21 @@
     CHAIN/days.json     the days that are done, with what the page says of each
     CHAIN/recipe.yaml   how the first day trains, if no recipe was given
     CHAIN/data/DAY  CHAIN/runs/DAY  CHAIN/deltas/DAY
-    CHAIN/model  CHAIN/report.html
+    CHAIN/versions/DAY  CHAIN/report.html
+    CHAIN/model         a link to the newest version, which servers follow
 
-A step begins once the one before it is whole, and each of them is resumed, or begun anew, by the room that it belongs
-to. So a call that was killed is made again, and ends in the same bits.
+A version never changes, and goes once it is not the newest and no server holds it. A step begins once the one before it
+is whole, and each of them is resumed, or begun anew, by the room that it belongs to. So a call that was killed is made
+again, and ends in the same bits.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -24,14 +25,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.api import Run
 from hotrow.base.door import is_taken, make_folder, remove
-from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes
+from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes, remove_unheld, sync_folder
 from hotrow.base.progress import progress_bar, say
-from hotrow.base.records import STRICT, Count, Document
+from hotrow.base.records import STRICT, Document, nearest
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
 from hotrow.data.chunk import NoRowsError
 from hotrow.data.packed.format import MANIFEST, DatasetInfo
@@ -39,23 +41,26 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
 from hotrow.data.prepare.prepare import NO_BASE, raw_rows, run_prepare
 from hotrow.data.prepare.workfolder import OtherWorkError
-from hotrow.data.sources.columns import SUFFIXES_OF_KINDS
+from hotrow.data.sources.columns import SUFFIXES, SUFFIXES_OF_KINDS
 from hotrow.data.sources.inputs import natural_key
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import OF_ANY_COLUMNS
 from hotrow.data.sources.tabular import has_suffix
-from hotrow.days.page import DoneDay, write_page
-from hotrow.export.delta import DELTA, apply_delta, is_applied
+from hotrow.days.page import DoneDay, KnownFiles, write_page
+from hotrow.export.delta import apply_delta
 from hotrow.report.facts import number_in
 from hotrow.run.folder import CONFIG, RUN, RunFolder
 from hotrow.run.runs import config_of, resume, train
 from hotrow.run.start import unknown_shares
 from hotrow.tune.listing import remove_run
 
-DAYS, REPORT = "days.json", "report.html"
+DAYS, REPORT, MODEL = "days.json", "report.html", "model"
 STEPS = ("prepare", "train", "export")
-LEFT_OUT = ("files", "prepared_s", "parts")
+LEFT_OUT = ("files", "parts")
 """Fields of a day that `walk_days` does not return."""
+FACTOR, ENOUGH = 10, 16
+"""A day's labels are odd if one value is so many times as frequent as on other days, or as rare, and one of both counts
+is large enough that chance would show it once in 100,000 days."""
 LATER = (
     *("train.epochs=1", "train.max_steps=null", "train.early_stopping=null", "train.eval_every=null"),
     "optimizer.schedule={warmup_steps: 0, decay_steps: 0}",
@@ -72,8 +77,8 @@ class Chain:
     """What was said of columns and of the first day's recipe, which may not change once something is made by it."""
     days: tuple[DoneDay, ...] = ()
     """The days that are done, the first one first."""
-    empty: dict[str, dict[str, tuple[Count, str]]] = field(default_factory=dict)
-    """Files, as `DoneDay.files`, of the days without a row that came before a day that is done."""
+    empty: dict[str, KnownFiles] = field(default_factory=dict)
+    """Files of the days without a row that came before a day that is done."""
 
 
 _DOCUMENT = Document(Chain, marks={"hotrow_days": 1}, cure="restore it from a copy, or begin another chain")
@@ -93,6 +98,7 @@ class _Walk:
     recipe: Path | str | None
     schema: Path | str | None
     overrides: Sequence[str]
+    accept: Collection[str]
 
     def place(self, kind: str, day: str) -> Path:
         return self.chain / kind / day
@@ -108,6 +114,7 @@ def walk_days(
     schema: Path | str | None = None,
     overrides: Sequence[str] = (),
     keep: int = 2,
+    accept: Collection[str] = (),
 ) -> dict[str, Any]:
     """Does the days of `logs` that the chain in `out` has not done yet; called again after a stop, it goes on.
 
@@ -116,15 +123,18 @@ def walk_days(
     from the first day, with the help of what you say about columns:
     {read}
     overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay.
+    accept: days that train although their labels are odd: all equal, or one value ten times as frequent as before.
 
-    A day without a row is passed over, and a line says so. Returns how many days are done, which of them by this call,
-    and the newest one's figures; with `status` "interrupted" and `signal`, if training was stopped. Raises ValueError
-    if a day that is done has changed, or if a new day comes before one that is done; and as preparation, training and
-    exports do.
+    A day without a row, and a file that holds no rows, is passed over, and a line says so. Returns how many days are
+    done, which of them by this call, and the newest one's figures; with `status` "interrupted" and `signal`, if
+    training was stopped. Raises ValueError if a day that is done has changed, if a new day comes before one that is
+    done, or if the labels of a day are odd; and as preparation, training and exports do.
     """
-    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides)
+    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, accept)
     _check_options(walk, keep)
     paths = _days_in(walk.logs, walk.chain)
+    if unknown := [name for name in accept if name not in paths]:
+        raise ValueError(f"--accept {unknown[0]}: {logs} has no such day{nearest(unknown[0], [*paths])}")
     make_folder(walk.chain)
     with claim(walk.chain) as is_ours:
         if is_ours is False:
@@ -139,7 +149,7 @@ def walk_days(
                     done = _do(walk, name, path, chain.days)
                 except NoRowsError as error:  # as of a quiet hour: those that follow need not wait
                     say(f"{name} has no rows and is passed over: {error}")
-                    empty[name] = {file: (stat.st_size, "") for file, stat in files.items()}
+                    empty[name] = {file: (stat.st_size, "", 0) for file, stat in files.items()}
                     continue
                 chain = replace(chain, days=(*chain.days, done), empty=empty)
                 _DOCUMENT.write(walk.chain / DAYS, chain)
@@ -153,7 +163,7 @@ def walk_days(
         "days": len(chain.days),
         "new": [day.name for day in chain.days[before:]],
         "newest": {what: own for day in chain.days[-1:] for what, own in asdict(day).items() if what not in LEFT_OUT},
-        "model": str(walk.chain / "model"),
+        "model": str(walk.chain / MODEL),
         "report": str(walk.chain / REPORT),
     }
 
@@ -203,9 +213,11 @@ def _days_in(logs: Path, chain: Path) -> dict[str, Path]:
     if chain.resolve().is_relative_to(logs.resolve()):
         raise ValueError(f"{chain} lies in {logs}, whose folders are days: name a folder outside of it with --out")
     found: dict[str, Path] = {}
-    for path in sorted(logs.iterdir()):
-        if path.name.startswith((".", "_")):  # hidden, as in a folder of files to prepare
-            continue
+    there = sorted(path for path in logs.iterdir() if not path.name.startswith((".", "_")))  # others are hidden
+    known = [path for path in there if path.is_dir() or has_suffix(path.name, SUFFIXES)]
+    if known and (others := [path.name for path in there if path not in known]):  # as in a folder of files to prepare
+        say(f"passed over, of formats that are not read: {', '.join(others)}")
+    for path in known or there:
         name = check_name(re.sub(r"(\.[A-Za-z]\w*)+$", "", path.name), what="name of a day")
         if name in found:
             raise ValueError(f"{found[name]} and {path} are both day {name!r}: put them into one folder of that name")
@@ -218,16 +230,13 @@ def _days_in(logs: Path, chain: Path) -> dict[str, Path]:
 def _left(walk: _Walk, paths: Mapping[str, Path], chain: Chain) -> dict[str, Path]:
     """Returns the days that are not done. Raises ValueError if one of them comes before one that is, or if a day that
     is done, or had no rows, has changed; its logs may be gone as a whole."""
-    done, over = chain.days, {day.name: (day.files, day.prepared_s) for day in chain.days}
-    over |= {name: (files, math.inf) for name, files in chain.empty.items()}
-    for name, (files, prepared_s) in over.items():
+    over = {day.name: day.files for day in chain.days} | chain.empty
+    for name, files in over.items():
         if name in paths:
-            _check_unchanged(walk, name, _files_of(walk, paths[name]), files, prepared_s)
+            _check_unchanged(walk, name, _files_of(walk, paths[name]), files)
     left = {name: path for name, path in paths.items() if name not in over}
-    deltas = (path.parent.name for path in (walk.chain / "deltas").glob(f"*/{DELTA}"))
-    known = [day.name for day in done] + [name for name in deltas if not name.endswith(PARTIAL_SUFFIX)]
-    if not done and is_taken(walk.chain / "model"):  # the first day's, which has no delta
-        known = [path.parent.name for path in (walk.chain / "runs").glob(f"*/{CONFIG}")]
+    made = (path.name for kind in ("deltas", "versions") for path in (walk.chain / kind).glob("*"))
+    known = [*(day.name for day in chain.days), *(name for name in made if not name.endswith(PARTIAL_SUFFIX))]
     for name, path in left.items():  # a day with a delta may already be in the model, and in copies of it
         if name not in known and known and _order(name) < _order(last := max(known, key=_order)):
             raise ValueError(
@@ -243,17 +252,13 @@ def _files_of(walk: _Walk, path: Path) -> dict[str, os.stat_result]:
     return {name: file.stat() for name, file in files.items() if not re.search(r"(^|/)[._][^=/]*(/|$)", name)}
 
 
-def _check_unchanged(
-    walk: _Walk, day: str, now: Mapping[str, os.stat_result], known: Mapping[str, tuple[int, str]], prepared_s: float
-) -> None:
-    """Raises ValueError naming the file if one of a day is not as it was when the day was prepared, at `prepared_s`.
-
-    known: size of each file, and its checksum, which is compared if anything was done to the file since.
-    """
+def _check_unchanged(walk: _Walk, day: str, now: Mapping[str, os.stat_result], known: KnownFiles) -> None:
+    """Raises ValueError naming the file if one of a day is not as it was when the day was prepared: its checksum is
+    compared if anything was done to the file since."""
     for name in sorted({*now, *known}):
-        num_bytes, checksum = known.get(name, (-1, ""))
+        num_bytes, checksum, changed_ns = known.get(name, (-1, "", 0))
         is_same = name in now and now[name].st_size == num_bytes
-        if is_same and checksum and now[name].st_ctime > prepared_s:
+        if is_same and checksum and now[name].st_ctime_ns != changed_ns:
             is_same = checksum == f"crc32:{crc32(walk.logs / name):08x}"
         if not is_same:
             what = "is gone" if name not in now else "has changed" if name in known else "is new"
@@ -301,9 +306,10 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
     clock = [time.monotonic()]
     dataset = _prepared(walk, name, path, before)
-    files, prepared_s = _files_of(walk, path), (dataset.path / MANIFEST).stat().st_mtime
-    known = _known(dataset.info, files, prepared_s)
-    _check_unchanged(walk, name, files, known, prepared_s)
+    files = _files_of(walk, path)
+    known = _known(dataset.info, files)
+    _check_unchanged(walk, name, files, known)
+    positives = _positives(walk, path, dataset, days)
     clock.append(time.monotonic())
     run = Run(_trained(walk, name, dataset, before).path)
     clock.append(time.monotonic())
@@ -311,9 +317,9 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     clock.append(time.monotonic())
     done = DoneDay(
         name=name,
-        files=known,
-        prepared_s=prepared_s,
+        files={file: (*own[:2], files[file].st_ctime_ns) for file, own in known.items()},
         rows=dataset.split("train").num_rows,
+        positives=positives,
         **_figures(run, dataset.info),
         published_bytes=published,
         seconds={what: round(b - a, 3) for what, (a, b) in zip(STEPS, pairwise(clock), strict=True)},
@@ -322,19 +328,46 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     return done
 
 
-def _known(info: DatasetInfo, files: Mapping[str, os.stat_result], prepared_s: float) -> dict[str, tuple[int, str]]:
-    """Returns which of a day's files were there when it was prepared, at `prepared_s`, as `_check_unchanged` takes
-    them: those that were read, and those of formats that are not."""
+def _known(info: DatasetInfo, files: Mapping[str, os.stat_result]) -> KnownFiles:
+    """Returns which of a day's files were there when it was prepared: those that were read, whose checksums are to be
+    compared, and those of formats that are not."""
     depths = {len(name.split("/")) for name in files}  # the paths of sources begin as an earlier call named the logs
     sources = {"/".join(file.path.split("/")[-depth:]): file for file in info.sources for depth in depths}
-    read = {name: (sources[name].num_bytes, sources[name].checksum) for name in files if name in sources}
+    read = {name: (sources[name].num_bytes, sources[name].checksum, 0) for name in files if name in sources}
     kinds = [kind for kind in SUFFIXES_OF_KINDS if any(has_suffix(name, kind) for name in read)]
     if info.ids.get("source") not in OF_ANY_COLUMNS:  # others choose their files by names
         kinds = []
     # A file that would have been read came while others were.
     late = {name for name in files.keys() - read.keys() if any(has_suffix(name, kind) for kind in kinds)}
-    there = {name: (stat.st_size, "") for name, stat in files.items() if stat.st_ctime <= prepared_s}
-    return {name: own for name, own in there.items() if name not in late} | read
+    return {name: (stat.st_size, "", 0) for name, stat in files.items() if name not in late} | read
+
+
+def _positives(walk: _Walk, path: Path, dataset: PackedDataset, days: Sequence[DoneDay]) -> dict[str, int]:
+    """Returns how many rows that train are 1, by label of 0 or 1. Raises ValueError if a label is odd, as that of a day
+    whose clicks were not joined; its dataset is then gone, so that mended logs are prepared anew."""
+    split, name = dataset.split("train"), dataset.path.name
+    counts = sum(np.count_nonzero(split.block(i).labels, axis=1) for i in range(split.num_blocks))
+    labels = zip(dataset.info.labels, np.ravel(counts).tolist(), strict=True)
+    found, num_rows = {label.name: count for label, count in labels if label.kind == "binary"}, split.num_rows
+    for label, count in found.items():
+        # Beside the day before and beside all: neither a day that was accepted nor a new rate for good stops the next.
+        of = [[(day.positives[label], day.rows) for day in own] for own in (days[-1:], days) if own]
+        usual = [float(np.divide(*np.sum(each, 0))) for each in of]
+        is_odd = all(_is_odd(count, share * num_rows, num_rows) for share in usual) if usual else count in (0, num_rows)
+        if is_odd and name not in walk.accept:
+            remove(dataset.path)
+            before = f", and in {usual[0]:.2%} of those of the day before" if usual else ""
+            raise ValueError(
+                f"{path}: label {label!r} is 1 in {count:,} of {num_rows:,} rows{before}; see whether its labels are "
+                f"complete and mend them, or train on them with --accept {name}"
+            )
+    return found
+
+
+def _is_odd(count: int, usual: float, num_rows: int) -> bool:
+    """Returns whether so many rows of a value are far from the usual number, or those of the other value are."""
+    pairs = (sorted((count, usual)), sorted((num_rows - count, num_rows - usual)))
+    return any(most >= max(ENOUGH, FACTOR * least) for least, most in pairs)
 
 
 def _figures(run: Run, info: DatasetInfo) -> dict[str, Any]:
@@ -409,15 +442,21 @@ def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None)
 
 
 def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
-    """Brings the served model to a day's weights; returns the bytes of the delta, or of the first day's model."""
-    model, delta = walk.chain / "model", walk.place("deltas", name)
-    out, since = (model, None) if is_first else (delta, model)
-    make_folder(delta.parent)  # from the first day on, for servers to be started with
+    """Lets the served model be that of a day; returns the bytes of the delta, or of the first day's model."""
+    model, delta, version = walk.chain / MODEL, walk.place("deltas", name), walk.place("versions", name)
+    out, since = (version, None) if is_first else (delta, model)
+    for path in (delta, version):  # from the first day on, for servers to be started with
+        path.parent.mkdir(exist_ok=True)  # as the umask says, like what is in it
     if not is_taken(out):
         with progress_bar() as progress:
             run.export(out, since=since, progress=progress)
-    if not is_first and not is_applied(model, delta):
-        apply_delta(model, delta)
+    if not is_taken(version):
+        apply_delta(model, delta, version)
+    if model.resolve() != version.resolve():
+        remove(link := model.with_name(MODEL + PARTIAL_SUFFIX))
+        link.symlink_to(version.relative_to(walk.chain))
+        link.replace(model)
+        sync_folder(walk.chain)
     return folder_bytes(out)
 
 
@@ -429,6 +468,9 @@ def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
             remove_run(run)
         else:  # what a call that was killed left of it
             remove(run)
+    for version in (walk.chain / "versions").glob("*"):
+        if not (walk.chain / MODEL).samefile(version):
+            remove_unheld(version)
     if chain.days:
         newest = Run(walk.place("runs", chain.days[-1].name)).record
         write_page(walk.chain / REPORT, walk.chain.name, chain.days, newest.trained_for)

@@ -20,6 +20,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import chain, pairwise
@@ -29,7 +30,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet
 import torch
 from pydantic import Field
@@ -37,13 +37,9 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.door import check_folder, is_taken, is_there, make_folder, open_file, read_file
 from hotrow.base.files import (
-    PARTIAL_SUFFIX,
     atomic_write,
     check_name,
     check_room,
-    claim,
-    explain_full_disk,
-    sync_folder,
     take_room,
 )
 from hotrow.base.records import STRICT, Count, Document, short
@@ -51,9 +47,6 @@ from hotrow.base.version import __version__
 from hotrow.data.chunk import keys_from_arrow, keys_to_arrow
 from hotrow.data.native import hash_keys, stores_bytes
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
-from hotrow.data.sources.columnar import open_columnar, pieces_of
-from hotrow.data.sources.inputs import InputFile
-from hotrow.data.sources.tabular import naming
 from hotrow.export import export as whole
 from hotrow.export.dense import DENSE
 from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, copy_file, file_record, verify_files
@@ -62,10 +55,12 @@ from hotrow.run.checkpoint_files import FileRecord, Pieces, head_of
 DELTA = "delta.json"
 _FILES, _ROWS, _IDS = _PARTS = ("files", "rows", "ids")
 IDS_AT_ONCE, BYTES_AT_ONCE = 1 << 16, 1 << 22
-_CURE = "copy the delta again, or export it again"
+_CURE, _WHOLE = "copy the delta again, or export it again", "take a whole export"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.uint8: torch.uint8}
 """Integers as wide as a number: rows that differ in a bit differ."""
+_PLAIN = {"PLAIN", "RLE", "DELTA_BINARY_PACKED"}
+"""Parquet's encodings of what a delta holds: bytes are not repeated by reference."""
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -95,9 +90,9 @@ class TableChange:
         return self.num_embeddings, self.embedding_dim
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of a number."""
-        return _DTYPES[self.dtype].itemsize
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return _DTYPES[self.dtype].itemsize * self.embedding_dim
 
     def head(self) -> tuple[bytes, int]:
         """Returns the beginning of the table's file, and the bytes of its rows."""
@@ -106,7 +101,7 @@ class TableChange:
 
     def schema(self) -> pa.Schema:
         """Returns the columns of the file of changed rows."""
-        types = {"row": pa.int64(), "weight": pa.binary(self.num_bytes * self.embedding_dim)}
+        types = {"row": pa.int64(), "weight": pa.binary(self.row_bytes)}
         return pa.schema([pa.field(name, each, nullable=False) for name, each in types.items()])
 
 
@@ -123,13 +118,11 @@ class Delta:
     """Checksum of the new export."""
     tables: dict[str, TableChange]
     """By the names of their files, without suffix."""
-    removed: tuple[str, ...]
-    """Files that the new export does not have."""
     files: dict[str, FileRecord]
     """All files of the delta except delta.json itself."""
 
     def __post_init__(self) -> None:
-        for name in (*self.tables, *chain(*(file.split("/") for file in (*self.files, *self.removed)))):
+        for name in (*self.tables, *chain(*(file.split("/") for file in self.files))):
             check_name(name, what="files: file name")
         if self.number < 1 or self.number != len(self.exports):
             raise ValueError(f"number is {self.number}; it must be that of the exports before it, {len(self.exports)}")
@@ -156,7 +149,7 @@ def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole
     another model, or already is this export, and as `write_whole` does. Memory does not grow with tables or
     vocabularies.
     """
-    since, doing = Path(since), f"writing what changed since {since}"
+    since, doing = Path(since).resolve(), f"writing what changed since {since}"
     folders = (*_PARTS, *(f"{_FILES}/{name}" for name in FOLDERS))
     with whole.becoming(Path(out), "delta", (DELTA, *_PARTS), folders, doing=doing) as partial:
         whole.verify_export(since)
@@ -175,7 +168,6 @@ def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole
             exports=exports,
             result=result,
             tables=changes.tables,
-            removed=tuple(sorted(before.files.keys() - after.files.keys())),
             files={path.relative_to(partial).as_posix(): file_record(path) for path in files},
         )
         _DOCUMENT.write(partial / DELTA, delta)
@@ -333,20 +325,25 @@ def _write(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> int:
     return num_rows
 
 
-def _tables(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+def _tables(path: Path, schema: pa.Schema, num_rows: int) -> Iterator[pa.Table]:
     """Yields an empty table, and then the rows of a Parquet file, if there is one, some at a time.
 
-    Raises ValueError, which names the file, if it has other columns than `schema`.
+    Raises ValueError, which names the file, if it has other columns than `schema`, other than `num_rows` rows, or is
+    not stored as `_write` stores it: it could take far more memory than its own size.
     """
     yield schema.empty_table()
     if is_there(path):
-        file = InputFile(str(path), str(path.absolute()), pa.fs.LocalFileSystem(), path.stat().st_size, 0)
-        with naming(file):
-            found = open_columnar(file)
-            if not found.schema.equals(schema):
+        with open_file(path) as file:
+            found = pa.parquet.ParquetFile(file)
+            if not found.schema_arrow.equals(schema):
                 raise ValueError(f"{path} has other columns than {', '.join(schema.names)}; {_CURE}")
-            for batch in pieces_of(found, 0, schema.names, _at_once(schema)):
-                yield pa.Table.from_batches([batch]).cast(schema)
+            groups = map(found.metadata.row_group, range(found.num_row_groups))
+            columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+            is_plain = all(own.compression == "UNCOMPRESSED" and {*own.encodings} <= _PLAIN for own in columns)
+            if found.metadata.num_rows != num_rows or not is_plain:
+                raise ValueError(f"{path} does not hold {num_rows:,} rows as a delta stores them; {_CURE}")
+            for batch in found.iter_batches(_at_once(schema)):
+                yield pa.Table.from_batches([batch])
 
 
 # ---- the chain
@@ -364,25 +361,16 @@ def _chain_of(export: Path) -> tuple[str, ...]:
     """
     own = checksum_of(export)
     exports = _CHAIN.read(export / CHAIN).exports if is_taken(export / CHAIN) else (own,)
-    # chain.json is written before anything changes, and export.json after everything has.
-    if own not in exports[-2:]:
+    if own not in exports[-1:]:
         raise ValueError(f"{export / CHAIN} is of another export; {_CHAIN.cure}")
-    return exports if own == exports[-1] else exports[:-1]
+    return exports
 
 
 def _check_next(delta: Delta, path: Path, export: Path) -> tuple[str, ...]:
     """Returns the chain of `export`. Raises ValueError, which says what to do, if `delta` is not the next one."""
     what = f"{path} is delta {delta.number}"
     if not is_taken(export / EXPORT):
-        if not is_taken(export / CHAIN):
-            raise ValueError(f"{export} is not an export: it has no {EXPORT}; pass a folder that `hotrow export` wrote")
-        exports = _CHAIN.read(export / CHAIN).exports
-        if exports[-2:] != (delta.exports[-1], delta.result):
-            number = len(exports) - 1
-            raise ValueError(
-                f"{what}, and delta {number} of this export was applied in half: apply that one again first"
-            )
-        return exports[:-1]
+        raise ValueError(f"{export} is not an export: it has no {EXPORT}; pass a folder that `hotrow export` wrote")
     exports = _chain_of(export)
     if exports[-1] == delta.exports[-1]:
         return exports
@@ -421,129 +409,125 @@ def verify_delta(path: Path) -> int:
     return num_bytes
 
 
-def is_applied(export: Path, delta: Path) -> bool:
-    """Returns whether `export` is the one that the delta in the folder `delta` leads to."""
-    return is_taken(export / EXPORT) and checksum_of(export) == _DOCUMENT.read(delta / DELTA).result
+def check_next(export: Path, path: Path) -> tuple[Delta, tuple[str, ...]]:
+    """Verifies the delta in `path`; returns what it says, and the chain of `export`, whose next delta it is.
 
-
-def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = None) -> dict[str, Any]:
-    """Brings the folder `export` forward by `delta`, after which it has the bytes of the whole export of that day.
-
-    out: a folder to make of both; `export` then stays as it is. Returns the content of delta.json. Both folders are
-    verified first; without `out`, tables only by their sizes, since reading them takes longer than changing them. If a
-    call is interrupted, the earlier export is there, or one that is refused until the same call is made again. Raises
-    ValueError, which says what to do, if the delta is not the next one or a file is damaged.
+    Raises ValueError, which says what to do, if it is another one or damaged.
     """
-    export, path = Path(export), Path(delta)
+    found = read_delta(path)
     check_folder(export, folders=FOLDERS)
     verify_delta(path)
-    found = read_delta(path)
-    doing, kept = f"applying {path}", f"{export} is as it was, or refused until the delta is applied."
-    with claim(export) as is_ours, explain_full_disk(export, doing, kept):
-        if is_ours is False:
-            raise ValueError(f"another process is applying a delta to {export}; wait for it and try again")
-        exports, is_half = _check_next(found, path, export), not is_taken(export / EXPORT)
-        if out is None:
-            if not is_half:
-                whole.verify_export(export, unread=("tables/",))
-            _bring_forward(export, path, found, exports, is_half=is_half)
-        else:
-            with whole.becoming(Path(out), "export", whole.OWN_NAMES, FOLDERS, doing=doing) as partial:
-                check_room(partial, whole.verify_export(export), what="export", cure="choose another place")
-                for name in (*DOCUMENT.read(export / EXPORT).files, EXPORT):
-                    shutil.copyfile(export / name, partial / name)
-                _bring_forward(partial, path, found, exports, is_half=False)
+    return found, _check_next(found, path, export)
+
+
+def apply_delta(export: Path | str, delta: Path | str, out: Path | str) -> dict[str, Any]:
+    """Makes the folder `out` of an export and its next delta, with the bytes of the whole export of that day.
+
+    `export` stays as it is, and both share the files that are the same, by hard links. `out` is compared with its
+    checksums before it appears; after a kill the same call begins again. Returns the content of delta.json. Raises
+    ValueError, which says what to do, if the delta is not the next one or a file is damaged.
+    """
+    export, path = Path(export).resolve(), Path(delta)
+    found, exports = check_next(export, path)
+    with whole.becoming(Path(out), "export", whole.OWN_NAMES, FOLDERS, doing=f"applying {path}") as partial:
+        whole.verify_export(export, unread=("tables/",))
+        with _explaining(path):
+            following = _Following(export, path, found)
+            check_room(partial, following.num_bytes, what="export", cure="choose another place")
+            for name, wanted in following.after.files.items():
+                if not following.make(name, partial / name) or file_record(partial / name) != wanted:
+                    what = f"{export / name} comes out otherwise than in the new export"
+                    raise ValueError(f"{what}; {_CURE}, or {_WHOLE}")
+        _CHAIN.write(partial / CHAIN, Chain((*exports, found.result)))
+        copy_file(path / _FILES / EXPORT, partial / EXPORT)
     return {**_DOCUMENT.marks, **asdict(found)}
 
 
-def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, ...], *, is_half: bool) -> None:
-    """Changes the export in `folder`. Whatever can be refused is made beside its place first; from then on, the same
-    call made again ends what this one began.
-
-    is_half: an earlier call began.
-    """
-    after = DOCUMENT.read(path / _FILES / EXPORT)
-    tables = {f"tables/{stem}.safetensors": change for stem, change in delta.tables.items()}
-    for name, change in tables.items():
-        head, num_bytes = change.head()
-        if name not in after.files or len(head) + num_bytes != after.files[name].num_bytes:
-            raise ValueError(f"{path / DELTA}: tables.{Path(name).stem} is not as its {EXPORT} says; {_CURE}")
-        with open_file(folder / name) as file:
-            if 8 + int.from_bytes(file.read(8), "little") != len(head):
-                raise ValueError(f"{folder / name}: its rows are not at byte {len(head)}; take a whole export")
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Makes an error of what no delta holds one that names the delta and the cure."""
     try:
-        staged = [name for name in after.files if _stage(folder, path, name, after, delta, is_half=is_half)]
-    except ValueError:  # refused: nothing stays
-        for name in after.files:
-            _beside(folder / name).unlink(missing_ok=True)
-        raise
-    _CHAIN.write(folder / CHAIN, Chain((*exports, delta.result)))
-    (folder / EXPORT).unlink(missing_ok=True)  # so that nobody reads it
-    sync_folder(folder)
-    for name, change in tables.items():
-        _change_table(folder / name, path / _ROWS / _parquet(name), change)
-    for name in staged:
-        _beside(folder / name).replace(folder / name)
-    for name in delta.removed:
-        (folder / name).unlink(missing_ok=True)
-    for each in (folder, *(folder / name for name in FOLDERS)):
-        make_folder(each)
-        sync_folder(each)
-    if is_half:  # what there was could not be verified before
-        verify_files(folder, after.files, said_by=EXPORT, cure="take a whole export")
-    copy_file(path / _FILES / EXPORT, folder / EXPORT)
-    whole.give_away(folder, (*FOLDERS, *after.files, CHAIN, EXPORT))  # what else is there is the user's
+        yield
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError) as error:
+        if isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno is not None):
+            raise  # Arrow's errors of damaged bytes have no number
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} holds what no delta holds ({type(error).__name__}: {said}); {_CURE}") from None
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + PARTIAL_SUFFIX)
+class _Following:
+    """The files of the export that follows `export` by the delta in `path`."""
 
+    def __init__(self, export: Path, path: Path, delta: Delta) -> None:
+        self._export, self._path, self._delta = export, path, delta
+        self.after = DOCUMENT.read(path / _FILES / EXPORT)
+        self._tables = {f"tables/{stem}.safetensors": change for stem, change in delta.tables.items()}
+        self._vocabularies: dict[Any, Any] = {
+            table["vocabulary"]["file"]: table  # type: ignore[index, call-overload]
+            for table in self.after.tables
+            if table.get("vocabulary")
+        }
+        self._changing = [*filter(self._changes, self._tables)]
+        self.num_bytes = sum(self.after.files[name].num_bytes for name in self._changing)
+        """Bytes of the tables that change."""
 
-def _stage(folder: Path, path: Path, name: str, after: Description, delta: Delta, *, is_half: bool) -> bool:
-    """Makes a file of the new export beside its place; returns whether it changes. Tables change in their place.
+    def _changes(self, name: str) -> bool:
+        """Returns whether a table changes. Raises ValueError if it is not as the new export says, or grows by rows that
+        the delta does not have: a few words must not fill the disk."""
+        change, stem, wanted = self._tables[name], Path(name).stem, self.after.files.get(name)
+        head, num_bytes = change.head()
+        if wanted is None or len(head) + num_bytes != wanted.num_bytes:
+            raise ValueError(f"{self._path / DELTA}: tables.{stem} is not as its {EXPORT} says; {_CURE}")
+        with open_file(self._export / name) as file:
+            if 8 + int.from_bytes(file.read(8), "little") != len(head):
+                raise ValueError(f"{self._export / name}: its rows are not at byte {len(head)}; {_WHOLE}")
+            grows = wanted.num_bytes - os.fstat(file.fileno()).st_size
+        sent, rows = f"{_ROWS}/{_parquet(name)}", change.rows * change.row_bytes
+        if not grows <= rows <= (self._delta.files[sent].num_bytes if sent in self._delta.files else 0):
+            raise ValueError(f"{self._path / DELTA}: tables.{stem} has other rows than {sent}; {_CURE}")
+        return bool(rows or grows)
 
-    Raises ValueError if it comes out otherwise than it should.
-    """
-    own, source, wanted = folder / name, path / _FILES / name, after.files[name]
-    changed = {table["vocabulary"]["file"]: table for table in after.tables if table.get("vocabulary")}  # type: ignore[index, call-overload]
-    ids = path / _IDS / f"{own.name}.parquet"
-    is_merged = name in changed and is_there(ids)
-    if not (is_merged or is_there(source)):
-        return False
-    # A checksum of bytes that hold their own, as a vocabulary's header does, does not see all of them.
-    if is_half and is_there(own):
-        if is_merged and Vocabulary.open(own, verify="header").id == delta.tables[own.name].vocabulary:
+    def make(self, name: str, out: Path) -> bool:
+        """Makes a file as `out`; returns whether it may be the one that is meant. One that stays is a hard link."""
+        own, sent = self._export / name, self._path / _FILES / name
+        ids = self._path / _IDS / f"{out.name}.parquet"
+        make_folder(out.parent)
+        if name in self._vocabularies and is_there(ids):
+            return _merge(own, out, ids, self._vocabularies[name], self._delta.tables[out.name])
+        if is_there(sent):
+            copy_file(sent, out)
+        elif not is_there(own):
             return False
-        if not is_merged and filecmp.cmp(own, source, shallow=False):
-            return False
-    make_folder(own.parent)
-    fits = True
-    if is_merged:
-        fits = _merge(own, ids, changed[name], delta.tables[own.name])
-    else:
-        copy_file(source, _beside(own))
-    if not fits or file_record(_beside(own)) != wanted:
-        raise ValueError(f"{own} comes out otherwise than in the new export; {_CURE}, or take a whole export")
-    return True
+        elif name in self._changing:
+            shutil.copyfile(own, out)
+            _change_table(out, self._path / _ROWS / _parquet(name), self._tables[name])
+        else:
+            try:
+                os.link(own, out)
+            except OSError:  # another disk, or a file of another user
+                copy_file(own, out)
+        return True
 
 
-def _merge(path: Path, ids: Path, table: Any, change: TableChange) -> bool:
-    """Writes the vocabulary in `path` beside it, without the ids that are gone and with those that are new; returns
-    whether it is the one that the delta names."""
-    own, about = Vocabulary.open(path), table["vocabulary"]
+def _merge(own: Path, out: Path, ids: Path, table: Any, change: TableChange) -> bool:
+    """Writes the vocabulary `own` as `out`, without the ids that are gone and with those that are new; returns whether
+    it is the one that the delta names: a checksum of bytes that hold their own does not see all of them."""
+    old, about = Vocabulary.open(own), table["vocabulary"]
     num_keys, missing_row = int(about["num_keys"]), int(about["missing_row"])
+    if change.ids > old.num_keys + change.num_embeddings:
+        return False
     summary = TableSummary(int(table["num_embeddings"]), num_keys, missing_row, num_keys, change.accesses)
-    stored = stores_bytes(own.key_kind, own.header.hash_cap)
+    stored = stores_bytes(old.key_kind, old.header.hash_cap)
     ids_of = (lambda each: keys_from_arrow(each["key"].combine_chunks())) if stored else (lambda _: None)
-    merged = (each for each in _merged(own, ids) if len(each))
+    merged = (each for each in _merged(old, ids, change.ids) if len(each))
     pieces = (Entries(each["hash"].to_numpy(), each["row"].to_numpy(), ids_of(each)) for each in merged)
-    write_vocabulary(_beside(path), pieces, summary, key_kind=own.key_kind, hash_cap=own.header.hash_cap)
-    return Vocabulary.open(_beside(path), verify="header").id == change.vocabulary
+    write_vocabulary(out, pieces, summary, key_kind=old.key_kind, hash_cap=old.header.hash_cap)
+    return Vocabulary.open(out, verify="header").id == change.vocabulary
 
 
-def _merged(own: Vocabulary, ids: Path) -> Iterator[pa.Table]:
+def _merged(own: Vocabulary, ids: Path, num_ids: int) -> Iterator[pa.Table]:
     """Yields the ids of a vocabulary without those that are gone and with those that are new, in their order."""
-    changes = _Rising(map(_hashed, _tables(ids, _ids_schema(own))))
+    changes = _Rising(map(_hashed, _tables(ids, _ids_schema(own), num_ids)))
     for table in chain(_entries(own), [None]):
         found = changes.up_to(table)
         come, gone = (found.filter(pa.array(found["gone"].to_numpy() == which)) for which in (False, True))
@@ -553,13 +537,13 @@ def _merged(own: Vocabulary, ids: Path) -> Iterator[pa.Table]:
 
 
 def _change_table(path: Path, rows: Path, change: TableChange) -> None:
-    """Gives the table in `path` its new size and rows, in place. A call that is made again ends in the same bytes."""
-    (head, num_bytes), row_bytes = change.head(), change.num_bytes * change.embedding_dim
+    """Gives the table in `path`, a copy, its new size and rows."""
+    (head, num_bytes), row_bytes = change.head(), change.row_bytes
     with open_file(path, "r+b", buffering=0) as file:
         file.write(head)
         file.truncate(len(head) + num_bytes)
         take_room(file, len(head) + num_bytes)  # a full disk is an error before a row changes
-        for batch in (batch for found in _tables(rows, change.schema()) for batch in found.to_batches()):
+        for batch in (batch for found in _tables(rows, change.schema(), change.rows) for batch in found.to_batches()):
             numbers, data = batch["row"].to_numpy(), batch["weight"]
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < change.num_embeddings:
                 raise ValueError(f"{rows} names a row that {change.tensor} does not have; {_CURE}")

@@ -24,8 +24,8 @@ import errno
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from stat import S_IMODE
@@ -36,14 +36,17 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
-from hotrow.base.door import check_folder, check_real, is_taken, is_there, open_file, remove
+from hotrow.base.door import check_folder, check_real, is_taken, is_there, open_file
 from hotrow.base.files import (
+    LOCK,
     PARTIAL_SUFFIX,
     atomic_write,
     check_name,
     check_room,
+    claim,
     explain_full_disk,
     file_name,
+    remove_unheld,
     sync_folder,
 )
 from hotrow.base.progress import ProgressCallback, ProgressMeter
@@ -238,8 +241,7 @@ def verify_export(path: Path, *, unread: tuple[str, ...] = ()) -> int:
     with suppress(NotADirectoryError):
         is_there(path / EXPORT)  # a folder that may not be read looks empty
     if not is_taken(path / EXPORT):
-        half = "a delta has changed it in half: run the same `hotrow apply` again"
-        raise ValueError(f"{path} has no {EXPORT}: {half if is_taken(path / CHAIN) else 'export the run again'}")
+        raise ValueError(f"{path} has no {EXPORT}: export the run again")
     files = DOCUMENT.read(path / EXPORT).files
     return verify_files(path, files, said_by=EXPORT, cure="export the run again", unread=unread)
 
@@ -267,28 +269,32 @@ def becoming(out: Path, what: str, own: Collection[str], folders: Sequence[str],
     """Yields a folder with empty `folders`, which becomes `out` when the block ends, or is removed if the block raises.
 
     own: the names that an interrupted block may have left. what: names `out` in errors. Raises ValueError if `out`
-    exists or cannot be made, or if its place holds other files; OSError, which says `doing`, if the disk is full.
+    exists or cannot be made, if another process makes it, or if its place holds other files; OSError, which says
+    `doing`, if the disk is full.
     """
     partial = _free_place(out, what, own)
-    try:
-        with explain_full_disk(out.absolute().parent, doing, f"Nothing of the {what} is kept."):
-            _make(partial, out, what, folders)
+    with explain_full_disk(out.absolute().parent, doing, f"Nothing of the {what} is kept."), ExitStack() as stack:
+        _make(partial, out, what, folders, stack)
+        try:
             yield partial
-            give_away(partial, (path.relative_to(partial).as_posix() for path in partial.rglob("*")))
+            _give_away(partial)
             for folder in (partial / name for name in folders):
                 sync_folder(folder)
+            (partial / LOCK).unlink(missing_ok=True)
             partial.rename(out)
             sync_folder(out.absolute().parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
-def give_away(folder: Path, names: Iterable[str]) -> None:
-    """Gives `names` in `folder` its own mode, which is what the umask left of it when it was made."""
+def _give_away(folder: Path) -> None:
+    """Gives what is in `folder` its own mode, which is what the umask left of it when it was made. A file that lies in
+    another folder too has one already."""
     mode = S_IMODE(folder.stat().st_mode)
-    for path in (folder / name for name in names):
-        path.chmod(mode if path.is_dir() else mode & 0o666)
+    for path in folder.rglob("*"):
+        if path.is_dir() or path.stat().st_nlink == 1:
+            path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 def _free_place(out: Path, what: str, own: Collection[str]) -> Path:
@@ -297,16 +303,21 @@ def _free_place(out: Path, what: str, own: Collection[str]) -> Path:
         raise ValueError(f"{what} folder {out} exists already; remove it or choose another name")
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
     names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in partial.iterdir()} if partial.is_dir() else set()
-    if (partial.exists() and not partial.is_dir()) or not names <= {*own}:
+    if (partial.exists() and not partial.is_dir()) or not names <= {*own, LOCK}:
         raise ValueError(f"{partial}, where the {what} would be made, holds other files; move it or choose another out")
     return partial
 
 
-def _make(partial: Path, out: Path, what: str, folders: Sequence[str]) -> None:
+def _make(partial: Path, out: Path, what: str, folders: Sequence[str], stack: ExitStack) -> None:
+    """Makes the folder anew, and claims it until `stack` closes."""
     try:
         check_real(partial)
-        remove(partial)
-        for folder in (partial, *(partial / name for name in folders)):
+        is_free = remove_unheld(partial)
+        if is_free:
+            partial.mkdir()
+        if not is_free or stack.enter_context(claim(partial)) is False or is_taken(out):
+            raise ValueError(f"another process makes {what} folder {out}: wait until it has ended")
+        for folder in (partial / name for name in folders):
             folder.mkdir()
     except FileNotFoundError:
         raise ValueError(f"{what} folder {out}: there is no folder {out.parent}; make it or choose another") from None

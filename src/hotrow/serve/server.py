@@ -1,13 +1,12 @@
-"""A scorer over HTTP: POST /score, GET /health and /metrics, POST /apply and /rollback of deltas.
+"""A scorer over HTTP: POST /score, GET /health and /metrics.
 
-Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with a status of docs/serve.md. Requests name
-no files except deltas below the folder that was given at the start, and nothing of them is run.
+Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with a status of docs/serve.md. Requests change
+nothing, name no files, and nothing of them is run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import json
 import logging
@@ -20,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,9 +45,11 @@ MAX_HELD = MAX_WAITING * MAX_BYTES
 """The most requests whose bodies have come, and bytes of all bodies; more are refused with status 503."""
 BODY_S, SCORE_S = 10.0, 10.0
 """A body that takes longer to come is refused with status 408, one that takes longer to be scored with 503."""
+FOLLOW_S = 1.0
+"""Seconds between two looks at the link of an export that is followed."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
-CHANGES, NESTING = ("/apply", "/rollback"), {list, dict}
+NESTING = {list, dict}
 _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
 
 
@@ -96,54 +96,44 @@ class Meter:
         return "\n".join(lines) + "\n"
 
 
-def make_app(
-    scorer: Scorer, *, deltas: Path | None = None, token: str | None = None, hosts: Collection[str] | None = None
-) -> FastAPI:
+def make_app(scorer: Scorer, *, hosts: Collection[str] | None = None) -> FastAPI:
     """Returns an application that scores with `scorer`, to run by itself or to mount in another one.
 
-    deltas: the folder whose deltas `/apply` takes; if None, it takes none. token: what has to come with /apply and
-    /rollback; if None, they take JSON of the same origin. hosts: the names that a Host header may have, besides
-    addresses; if None, any.
+    hosts: the names that a Host header may have, besides addresses; if None, any.
     """
 
     async def guard(request: Request) -> None:
-        _check_origin(request, hosts, token)
+        _check_host(request, hosts)
 
     own: dict[str, Any] = {"docs_url": None, "redoc_url": None, "dependencies": [Depends(guard)]}
     app = FastAPI(title="hotrow", version=__version__, **own)
     meter = Meter()
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
-    def post(path: str, fields: dict[str, Any], work: Callable[..., dict[str, Any]], executor: Any = None) -> None:
-        """Answers requests to `path` by what `work` makes of the fields of their bodies."""
-
-        async def answer(request: Request) -> Response:
-            began, found, body, is_waiting = time.perf_counter(), dict[str, Any](), bytearray(), False
-            try:
-                async with asyncio.timeout(BODY_S):
-                    await _read(request, body, meter)
-                if meter.waiting >= MAX_WAITING:
-                    raise RefusedError(503, f"{MAX_WAITING} requests are being answered; try again later")
-                meter.waiting, is_waiting = meter.waiting + 1, True
-                loop = asyncio.get_running_loop()
-                code, found = 200, await loop.run_in_executor(executor, lambda: work(**_parsed(body, fields)))
-            except ValueError as error:
-                text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
-                code, found = getattr(error, "code", 400), {"error": text}
-            except TimeoutError:
-                code, found = 408, {"error": f"the body did not come within {BODY_S:g} s; send it again"}
-            except Exception:
-                if not await request.is_disconnected():
-                    traceback.print_exc(file=sys.stderr)
-                code, found = 500, {"error": "the server failed; its log says where"}
-            finally:
-                meter.waiting -= is_waiting
-                meter.held -= len(body)
-            if executor is scoring:
-                meter.add(code, len(found.get("scores", ())), time.perf_counter() - began)
-            return JSONResponse(found, code)
-
-        app.add_api_route(path, answer, methods=["POST"], name=path[1:])
+    async def answer(request: Request) -> Response:
+        began, found, body, is_waiting = time.perf_counter(), dict[str, Any](), bytearray(), False
+        try:
+            async with asyncio.timeout(BODY_S):
+                await _read(request, body, meter)
+            if meter.waiting >= MAX_WAITING:
+                raise RefusedError(503, f"{MAX_WAITING} requests are being answered; try again later")
+            meter.waiting, is_waiting = meter.waiting + 1, True
+            loop = asyncio.get_running_loop()
+            code, found = 200, await loop.run_in_executor(scoring, lambda: score(**_parsed(body, _SCORE)))
+        except ValueError as error:
+            text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
+            code, found = getattr(error, "code", 400), {"error": text}
+        except TimeoutError:
+            code, found = 408, {"error": f"the body did not come within {BODY_S:g} s; send it again"}
+        except Exception:
+            if not await request.is_disconnected():
+                traceback.print_exc(file=sys.stderr)
+            code, found = 500, {"error": "the server failed; its log says where"}
+        finally:
+            meter.waiting -= is_waiting
+            meter.held -= len(body)
+        meter.add(code, len(found.get("scores", ())), time.perf_counter() - began)
+        return JSONResponse(found, code)
 
     def score(**body: Any) -> dict[str, Any]:
         until = time.monotonic() + SCORE_S
@@ -156,10 +146,6 @@ def make_app(
             raise ValueError(f"row {bad[0, 0]} has no finite score: its numbers are too large")
         return {"scores": scores.tolist(), "version": version, **({"warnings": [warning]} if warning else {})}
 
-    def apply(delta: str = "") -> dict[str, Any]:
-        assert deltas is not None, "it has no route without them"
-        return {"version": scorer.apply(_within(deltas, delta))}
-
     async def health() -> dict[str, Any]:
         return {"status": "ok", "version": scorer.version, "columns": scorer.columns}
 
@@ -170,10 +156,7 @@ def make_app(
         text = str(error) if isinstance(error, RefusedError) else "there is no such path, or it takes another method"
         return JSONResponse({"error": text}, getattr(error, "code", 404))
 
-    post("/score", _SCORE, score, scoring)
-    if deltas is not None:  # a delta takes long: it must not keep scores waiting
-        post(CHANGES[0], {"delta": str}, apply)
-        post(CHANGES[1], {}, lambda: {"version": scorer.rollback()})
+    app.add_api_route("/score", answer, methods=["POST"])
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
     for kind in (404, 405, RefusedError):
@@ -197,10 +180,11 @@ def one_a_minute() -> Callable[[logging.LogRecord], bool]:
     return passes
 
 
-def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None, token: str | None = None) -> None:
+def serve(scorer: Scorer, *, host: str, port: int, follow: bool = False) -> None:
     """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered.
 
-    deltas, token: see `make_app`. Says on stderr where it listens. Raises ValueError if it cannot listen there.
+    follow: whether it takes each version that the export's link comes to lead to. Says on stderr where it listens.
+    Raises ValueError if it cannot listen there.
     """
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -209,11 +193,27 @@ def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None, token: s
         raise ValueError(f"cannot listen at {host}, port {port}: {reason}; choose another --port or --host") from None
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     print(f"serving {scorer.path}, version {scorer.version}, at {where}/score", file=sys.stderr)
-    is_open = not listening.getsockname()[0].startswith(("127.", "::1")) and deltas is None
-    app = make_app(scorer, deltas=deltas, token=token, hosts=None if token or is_open else {"localhost", host})
+    is_open = not listening.getsockname()[0].startswith(("127.", "::1"))
+    app = make_app(scorer, hosts=None if is_open else {"localhost", host})
     logging.getLogger("asyncio").addFilter(one_a_minute())
+    if follow:
+        threading.Thread(target=_follow, args=(scorer,), daemon=True).start()
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
+
+
+def _follow(scorer: Scorer) -> None:
+    """Takes one version after another; says once why one cannot be taken, and goes on."""
+    said = ""
+    while True:
+        try:
+            now = f"version {scorer.follow()}"
+        except Exception as error:
+            now = f"version {scorer.version} stays: {error}"
+        if now != said:
+            print(now, file=sys.stderr)
+        said = now
+        time.sleep(FOLLOW_S)
 
 
 async def _read(request: Request, body: bytearray, meter: Meter) -> None:
@@ -226,24 +226,14 @@ async def _read(request: Request, body: bytearray, meter: Meter) -> None:
             raise RefusedError(503, "too many bodies are being read; try again later")
 
 
-def _check_origin(request: Request, hosts: Collection[str] | None, token: str | None) -> None:
-    """Raises RefusedError of a request that a page of another site may have sent: to another name than this server's,
-    which was made to lead here, or of a change without the token or, if there is none, not as JSON of this origin."""
-    headers, is_change = request.headers, request.url.path.endswith(CHANGES)
-    host, kind = headers.get("host", ""), headers.get("content-type", "")
+def _check_host(request: Request, hosts: Collection[str] | None) -> None:
+    """Raises RefusedError of a request to another name than this server's: a page made that name lead here."""
+    host = request.headers.get("host", "")
     name = urlsplit(f"//{host}").hostname or "localhost"
     with suppress(ValueError):
         name = "" if ipaddress.ip_address(name) else name
     if name and hosts is not None and name not in hosts:
-        known = ", ".join(sorted(hosts))
-        raise RefusedError(403, f"Host is {name[:80]!r}; send an address or {known}, or start it with --token-file")
-    if is_change and token is not None:
-        if not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {token}".encode()):
-            raise RefusedError(401, "send the token of --token-file: Authorization: Bearer TOKEN")
-    elif is_change and kind.partition(";")[0].strip() != "application/json":
-        raise RefusedError(415, f"Content-Type is {kind[:80]!r}; send application/json")
-    elif is_change and urlsplit(headers.get("origin", f"//{host}")).netloc != host:
-        raise RefusedError(403, "a page of another origin may change nothing here")
+        raise RefusedError(403, f"Host is {name[:80]!r}; send an address or {', '.join(sorted(hosts))}, or set --host")
 
 
 def _parsed(body: bytearray, fields: dict[str, Any]) -> dict[str, Any]:
@@ -295,11 +285,3 @@ def _num_cells(parts: Mapping[str, Collection[Any]]) -> int:
                 raise ValueError(f"{where} has a cell that is nested; pass text, a number, or a flat list of them")
             num_cells += len(cell) if type(cell) is list else 0
     return num_cells
-
-
-def _within(deltas: Path, delta: str) -> Path:
-    """Returns the folder of a delta. Raises ValueError if it is not below `deltas`."""
-    path, folder = (deltas / delta.replace("\0", "/")).resolve(), deltas.resolve()
-    if not path.is_relative_to(folder) or path == folder:
-        raise ValueError(f"delta is {delta[:80]!r}; name a folder below the one that the server was started with")
-    return path

@@ -6,8 +6,9 @@ so that scores are those of `Run.predict`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from hotrow.base.door import read_file
+from hotrow.base.files import claim
 from hotrow.base.records import nearest
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import RowError
@@ -42,11 +44,15 @@ UNKNOWN = "an id that training never saw, or too rarely to give it a row"
 class Version:
     """One export, opened: it never changes, and several threads may score with it.
 
-    budget: as of `MappedTables`. Raises ValueError, which names the file, if the export is damaged, or not one that
-    can be scored.
+    export: its folder, or a link to it, which may lead to another one later. The folder is held: nobody removes it
+    before `leave`, or before the version is gone. budget: as of `MappedTables`. Raises ValueError, which names the
+    file, if the export is damaged, or not one that can be scored.
     """
 
-    def __init__(self, path: Path, budget: Budget | None) -> None:
+    def __init__(self, export: Path, budget: Budget | None) -> None:
+        stack = ExitStack()
+        self.leave = weakref.finalize(self, stack.close)
+        path = _held(export, stack)
         verify_export(path, unread=("tables/",))
         self.path, self.name = path, checksum_of(path)[:NAME_DIGITS]
         about = DOCUMENT.read(path / EXPORT)
@@ -175,6 +181,15 @@ class Version:
             found: NDArray[np.float32] = self._scores(self._model(dense_BI, rows)).numpy()
         self.mapped.keep_within()
         return found
+
+
+def _held(export: Path, stack: ExitStack) -> Path:
+    """Returns the folder that `export` leads to, held until `stack` closes: a link may move before it is held."""
+    path = Path()
+    while (now := export.resolve()) != path:
+        stack.close()
+        stack.enter_context(claim(path := now, shared=True))
+    return path
 
 
 def _column(name: str, user: Mapping[str, Any], items: Any, num_rows: int) -> Any:

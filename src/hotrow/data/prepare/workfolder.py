@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.door import check_folder, is_taken, make_folder, remove
-from hotrow.base.files import check_writable
+from hotrow.base.files import PARTIAL_SUFFIX, check_writable
 from hotrow.base.records import STRICT, Document
 from hotrow.data.packed.format import MANIFEST, RESERVED_SPLITS, WORK_FOLDER, Table
 from hotrow.data.prepare.rows import CURE
@@ -128,7 +128,9 @@ class WorkFolder:
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Raises ValueError if `out` holds a finished dataset or other files, or cannot be made; needs no row for that."""
     if not _is_ours(out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        work = out / WORK_FOLDER
+        left = (work, work / f"{STATE}{PARTIAL_SUFFIX}")  # by a call that was killed before it saved anything
+        if out.exists() and (not out.is_dir() or any(path not in left for path in out.rglob("*"))):
             raise ValueError(f"{out} exists and is not a dataset folder; it is never overwritten: choose another")
         check_writable(out)
     elif is_taken(out / MANIFEST) and not overwrite:
