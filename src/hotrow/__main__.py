@@ -23,10 +23,9 @@ class _Lasting(io.FileIO):
 def main() -> None:
     """Runs the command line; Ctrl-C ends the process without a traceback, whenever it comes."""
     for name in ("stdout", "stderr"):
-        old: Any = getattr(sys, name)
-        options = {each: getattr(old, each) for each in ("encoding", "errors", "line_buffering", "write_through")}
+        old = getattr(sys, name)
         raw = io.BufferedWriter(_Lasting(old.fileno(), "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(raw, **options))
+        setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=old.line_buffering))
     wait_passively()  # here, because no verb has loaded torch yet
     # While modules are imported, and after a verb, there is nothing to save; the verb itself takes what was here.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

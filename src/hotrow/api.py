@@ -599,7 +599,9 @@ def fit(
     parts = check_options(**changed)
     name, asked = f"{_name_of(data)}-{model}", Asked(recipe, changes, quiet=quiet)
     with joined() as comm:
-        stopped = None if packed else _stopped(run)
+        stopped = None if packed or not isinstance(run, str | Path) or not is_taken(Path(run) / CONFIG) else Path(run)
+        if stopped is not None and RunFolder.open(stopped).record.status == "finished":
+            stopped = None
         on_every_rank(comm, lambda: None if stopped else check_free(run))
         if packed:
             dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
@@ -642,14 +644,6 @@ def fit(
             remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
             return _beside(Run(train(decided, folder=folder, quiet=quiet).path), rivals=rivals, quiet=quiet)
-
-
-def _stopped(run: Path | str | None) -> Path | None:
-    """The folder of a run that prepared its own data and ended within its training; None if there is none."""
-    if not isinstance(run, str | Path) or not is_taken(Path(run) / CONFIG):
-        return None
-    record = RunFolder.open(run).record
-    return None if record.preparation is None or record.status == "finished" else Path(run)
 
 
 def _beside(run: Run, *, rivals: bool, quiet: bool) -> Run:

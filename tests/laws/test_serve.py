@@ -779,33 +779,16 @@ def test_an_export_that_was_altered_is_refused(export: Path, tmp_path: Path) -> 
             print(other.name, hotrow.Scorer(other).version, "is taken")
 
 
-@pytest.mark.parametrize("width", [40_000, 1 << 40])
-def test_layers_of_any_width_are_refused_before_they_take_memory(
-    export: Path, run: hotrow.Run, tmp_path: Path, width: int
-) -> None:
-    shutil.copytree(export, tmp_path / "out")
-    reseal(tmp_path / "out" / "export.json", lambda about: about["model"].update(bottom_mlp=[width, width]))
-    shutil.copytree(run.path, tmp_path / "run")
-    manifest = tmp_path / "run" / run.checkpoint.relative_to(run.path) / MANIFEST
-    reseal(manifest, lambda fields: fields["extra"]["config"]["model"].update(bottom_mlp=[width, width]))
+def test_layers_are_refused_before_they_take_memory(export: Path, run: hotrow.Run, tmp_path: Path) -> None:
+    out, wide = Path(shutil.copytree(export, tmp_path / "out")), {"bottom_mlp": [40_000, 40_000]}
+    reseal(out / "export.json", lambda about: about["model"].update(wide))
+    manifest = shutil.copytree(run.path, tmp_path / "run") / run.checkpoint.relative_to(run.path) / MANIFEST
+    reseal(manifest, lambda fields: fields["extra"]["config"]["model"].update(wide))
     with peak_below(200 << 20):
-        with pytest.raises(ValueError, match=rf"{tmp_path}/out/export\.json does not describe a model"):
-            hotrow.Scorer(tmp_path / "out")
-        with pytest.raises(
-            ValueError, match=r"model\.safetensors holds .*; this model has|allowed: a list of integers"
-        ):
+        with pytest.raises(ValueError, match=r"export\.json does not describe a model"):
+            hotrow.Scorer(out)
+        with pytest.raises(ValueError, match=r"model\.safetensors holds .*; this model has"):
             hotrow.load(tmp_path / "run").predict(some(3))
-
-
-def test_a_version_that_cannot_be_opened_leaves_nothing(
-    days: Days, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, (delta, *_), _ = days
-    scorer = hotrow.Scorer(base, work=tmp_path / "work")
-    monkeypatch.setattr("hotrow.serve.described.on_paper", lambda build: {})
-    with pytest.raises(ValueError, match="its layers have other shapes than their weights"):
-        scorer.apply(delta)
-    assert not any((tmp_path / "work").rglob("*.*"))
 
 
 def test_scoring_writes_nothing(export: Path, tmp_path: Path) -> None:

@@ -293,24 +293,20 @@ def plain(array: pa.Array) -> pa.Array:
     kind = array.type
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary).take(array.indices)
-    if pa.types.is_string_view(kind):
-        return array.cast(pa.large_string())
-    if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
+    if pa.types.is_fixed_size_binary(kind):
         return array.cast(pa.large_binary())
     if pa.types.is_float16(kind):
         return array.cast(pa.float32())
-    return array
+    return without_views(array)
 
 
 def without_views(column: Any) -> Any:
-    """A column without the layouts of views, for which Arrow lacks functions."""
-
-    def plain_kind(kind: pa.DataType) -> pa.DataType:
-        if is_list(kind):
-            return pa.large_list(plain_kind(kind.value_type))
-        return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
-
-    return column.cast(plain_kind(column.type)) if "_view" in str(column.type) else column
+    """A column without the layouts of views, also in lists, for which Arrow lacks functions."""
+    kind = column.type.value_type if is_list(column.type) else column.type
+    if kind not in (pa.string_view(), pa.binary_view()):
+        return column
+    kind = pa.large_string() if is_text(kind) else pa.large_binary()
+    return column.cast(pa.large_list(kind) if is_list(column.type) else kind)
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -32,7 +32,7 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
-from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
+from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest, read_tensors
 from hotrow.run.graph import DenseGraph
 from hotrow.run.items import Items
 from hotrow.run.record import read_extra
@@ -181,4 +181,8 @@ def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) 
             Groups(vocabulary.info, config.metrics.by)
         except ValueError as error:
             raise ValueError(f"{where}: config: {error}") from None
+    dims = {name: table.embedding_dim for table in extra.tables for name in table.feature_names}
+    with torch.device("meta"):  # layers of other shapes are an error before they take memory
+        model = config.model.build_for(vocabulary.info, dims=dims, generator=torch.Generator())
+    read_tensors(checkpoint / "model.safetensors", model.state_dict())
     return config, extra.tables

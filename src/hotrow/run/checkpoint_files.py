@@ -159,24 +159,17 @@ class FirstRows(Rows):
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
     """Copies the tensors of a safetensors file into existing ones, in pieces. Raises ValueError if they do not fit."""
-    check_tensors(path, into)
     with open_tensors(path) as file:
+        check_names(path, file.keys(), into)
         for name, tensor in into.items():
             stored = file.get_slice(name)
+            check_like(path, name, stored, tensor.dtype, tensor.shape)
             if not tensor.shape:
                 tensor.data.copy_(file.get_tensor(name))
                 continue
             step = max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, len(tensor))))
             for start in range(0, len(tensor), step):
                 tensor.data[start : start + step] = stored[start : start + step]
-
-
-def check_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if a safetensors file does not hold tensors like these."""
-    with open_tensors(path) as file:
-        check_names(path, file.keys(), wanted)
-        for name, tensor in wanted.items():
-            check_like(path, name, file.get_slice(name), tensor.dtype, tensor.shape)
 
 
 def held_rows(array: Rows, rows: RowIds) -> RowIds:

@@ -42,7 +42,7 @@ from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder
 from hotrow.run.record import ALL_DONE, Candidate, Choice
 from hotrow.run.selection import difference, losses_by_step, step_to_stop_at
 from hotrow.run.several import Job
-from hotrow.setup.setup import SELECTION
+from hotrow.setup.setup import SELECTION, check_labels
 
 MOST_ROWS = 500_000
 """Of a longer log, candidates train on a sample of about so many rows."""
@@ -50,12 +50,10 @@ MEMBERS = 2
 """Models of a candidate, whose mean is scored: a single one may be the best by luck."""
 LENGTHS = {"": 1 / 3, "-full": 1.0, "-long": 1.6}
 """Epochs, as a share of the recipe's, by what the name of a run ends in. The learning rate falls to zero in each."""
+FEW_ROWS = 100
+"""Fewer rows to train on make no model."""
 WHOLE = "whole"
 """The run on all rows, if candidates had a sample."""
-
-
-FEW_ROWS = 100
-"""Fewer rows to train on than this make no model."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,8 @@ class Asked:
             config = make_config(apply_overrides(raw, self.changes), origin="fit")
             num_rows, given = dataset.split("train").num_rows, self.given
             if isinstance(config.objective, BinaryCrossEntropy):
-                _check_labels(dataset)
+                what = f"fit tells rows apart by {dataset.info.labels[0].name!r}"
+                check_labels(what, dataset, "train", "or say which values are positive")
             if num_rows < FEW_ROWS:
                 text = f"{num_rows} rows to train on are no basis for a model: its scores are chance; give thousands"
                 folder.warn("few_training_rows", text)
@@ -120,20 +119,6 @@ class Asked:
                 f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
             )
         return config
-
-
-def _check_labels(dataset: PackedDataset) -> None:
-    """Raises ValueError if a label is the same in all rows that train."""
-    split = dataset.split("train")
-    for place, label in enumerate(dataset.info.labels):
-        first = split.block(0).labels[place][0] if split.num_rows else 0.0
-        if split.num_rows and all(
-            (split.block(block).labels[place] == first).all() for block in range(split.num_blocks)
-        ):
-            raise ValueError(
-                f"label {label.name!r} is {first:g} in all {split.num_rows:,} rows to train on, so there is "
-                "nothing to tell apart: give rows of both kinds, or say which values are positive (--positive)"
-            )
 
 
 def can_refit(opened: OpenedSource, config: Config) -> bool:

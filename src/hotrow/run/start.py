@@ -176,7 +176,8 @@ def _check_model(setup: Setup, theirs: Config, extra: Extra, run: Path) -> None:
 def _shapes(config: Config, tables: tuple[TableConfig, ...], num_dense: int) -> Mapping[str, object]:
     """Returns the shapes of all weights, without the rows of tables."""
     dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
-    network = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator())
+    with torch.device("meta"):  # without memory
+        network = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator())
     return {**{name: own.shape for name, own in network.state_dict().items()}, "rows": dims}
 
 

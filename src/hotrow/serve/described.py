@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
+from torch import Tensor
 
 from hotrow.base.records import describe
 from hotrow.data.prepare.prepare import Encoder
@@ -26,7 +27,6 @@ from hotrow.export.export import ENCODER, EXPORT, Description
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.layers import Network
-from hotrow.models.spec import on_paper
 from hotrow.objectives.calibration import calibrated
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
@@ -83,11 +83,8 @@ def tables_of(about: Description) -> list[TableConfig]:
     return [TableConfig(**{name: each[name] for name in fields}, feature_names=tuple(each["features"])) for each in own]
 
 
-def network_of(
-    about: Description, weights: dict[str, torch.Tensor]
-) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the network, and the function that makes scores of its outputs. Raises ValueError if `weights` are not
-    those of its layers, which then take no memory."""
+def network_of(about: Description, weights: dict[str, Tensor]) -> tuple[Network, Callable[[Tensor], Tensor]]:
+    """Returns the network, and the function that makes scores of its outputs."""
     options: dict[str, Any] = dict(about.model)
     num_dense, edges = options.pop("num_dense"), options.pop("edges", ())
     spec = MODELS[options["name"]].model_validate_json(json.dumps(options))
@@ -101,8 +98,8 @@ def network_of(
         generator=torch.Generator(),
         **more,
     )
-    if {k: own.shape for k, own in on_paper(build).items()} != {k: own.shape for k, own in weights.items()}:
-        raise ValueError("its layers have other shapes than their weights")
+    with torch.device("meta"):  # layers of other shapes are an error before they take memory
+        build().load_state_dict(weights, assign=True)
     network = build()
     network.load_state_dict(weights)
     return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration)

@@ -160,7 +160,7 @@ def check_data(config: Config, dataset: PackedDataset, folder: Path) -> None:
             "the data with one, or set it to null"
         )
     if config.calibration.method not in (None, "slope") and not (folder / SELECTION).is_dir():
-        _check_rows_to_fit(f"calibration.method is {config.calibration.method!r}", dataset)
+        check_labels(f"calibration.method is {config.calibration.method!r}", dataset, "val", "or set it to null")
 
 
 def is_selection(folder: Path) -> bool:
@@ -168,17 +168,18 @@ def is_selection(folder: Path) -> bool:
     return SELECTION in folder.resolve().parts[-2:]
 
 
-def _check_rows_to_fit(asked: str, dataset: PackedDataset) -> None:
-    """Raises ValueError, with the cure, if the validation rows do not have both labels."""
-    split = dataset.splits.get("val")
-    blocks = [] if split is None else map(split.block, range(split.num_blocks))
-    found = {float(label) for block in blocks for label in np.unique(block.label)}
-    if len(found) < 2:
-        has = f"has rows of label {found.pop():g} alone" if found else "has no rows"
-        raise ValueError(
-            f"{asked}, but the split 'val' of {dataset.path} {has}, to which nothing can be fitted; split the data "
-            "differently, or set it to null"
-        )
+def check_labels(asked: str, dataset: PackedDataset, name: str, cure: str) -> None:
+    """Raises ValueError, with the cure, if the rows of a split do not have both labels."""
+    split, found = dataset.splits.get(name), set[float]()
+    for block in () if split is None else map(split.block, range(split.num_blocks)):
+        found |= {*map(float, np.unique(block.label))}
+        if len(found) > 1:
+            return
+    has = f"has rows of label {found.pop():g} alone" if found else "has no rows"
+    raise ValueError(
+        f"{asked}, but the split {name!r} of {dataset.path} {has}, to which nothing can be fitted; split the data "
+        f"differently, {cure}"
+    )
 
 
 def check_freeze(config: Config, tables: Sequence[TableConfig], *, beside: bool) -> None:

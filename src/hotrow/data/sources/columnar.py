@@ -1,7 +1,7 @@
 """Opens one Parquet, Feather (Arrow IPC) or ORC file: its columns, its groups of rows, and the rows from a group on.
 
-Some bytes can stand for many more: text is stored once for all its rows, so it stays coded, and rows come in pieces that
-count it for each. `tabular.py` reads several files as one table.
+Text that is stored once for many rows stays coded, and rows come in pieces that count it for each. `tabular.py` reads
+several files as one table.
 """
 
 from __future__ import annotations
@@ -73,17 +73,13 @@ def pieces_of(
                 column.validate(full=True)
             except pa.ArrowInvalid as error:
                 raise pa.ArrowInvalid(f"column {name!r}: {error}") from None
-            if pa.types.is_dictionary(column.type) and _is_text(column.type.value_type):
+            if pa.types.is_dictionary(kind := column.type) and (is_text(kind.value_type) or is_binary(kind.value_type)):
                 widths += filled(pc.binary_length(column.dictionary).take(column.indices).cast(pa.int64()), 0)
         text_bytes += int(widths.sum())
         _check_decoded("text that is stored once for many rows", text_bytes, file.source)
         ends = np.cumsum(widths + batch.nbytes // max(len(batch), 1))
         for start, stop in pairwise([0, *(np.flatnonzero(np.diff(ends // PIECE_BYTES)) + 1).tolist(), len(batch)]):
             yield batch.slice(start, stop - start)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return is_text(kind) or is_binary(kind)
 
 
 def _check_decoded(what: str, num_bytes: int, file: InputFile) -> None:
@@ -128,7 +124,7 @@ class _ParquetFile:
         for own in map(self.file.metadata.row_group, groups):
             _check_decoded("a group of rows", own.total_byte_size, self.source)
             row_bytes = max(row_bytes, own.total_byte_size // max(own.num_rows, 1))
-        coded = [own.name for own in self.schema if _is_text(own.type)]
+        coded = [own.name for own in self.schema if is_text(own.type) or is_binary(own.type)]
         # pre_buffer would hold every column chunk of the file at once.
         file = pq.ParquetFile(self.source.open_file(), read_dictionary=coded, pre_buffer=False)
         most = min(num_rows or MAX_BATCH_ROWS, BATCH_BYTES // row_bytes + 1)

@@ -99,14 +99,13 @@ class KeptReader(TableReader):
                 }
                 yield Rows(batch.slice(start, rows_per_batch), part, end, tuple(own), values)
 
-    def some(self, file_index: int, first: int, num_rows: int, num_bytes: int) -> pa.Table:
-        """`num_rows` rows of a file after the first ones, with all columns; fewer if they have about `num_bytes`."""
+    def some(self, file_index: int, first: int, num_rows: int) -> pa.Table:
+        """`num_rows` rows of a file after the first ones, with all columns."""
         parts, row = list[pa.RecordBatch](), 0
         for block in self._blocks[file_index]:
-            if first < row + block.num_rows and row < first + num_rows and num_bytes > 0:
+            if first < row + block.num_rows and row < first + num_rows:
                 batch, _, _ = self._read(block, self.schema.names)
                 parts.append(batch.slice(max(first - row, 0), first + num_rows - max(first, row)))
-                num_bytes -= parts[-1].nbytes
             row += block.num_rows
         return pa.Table.from_batches(parts, self.schema)
 

@@ -21,8 +21,6 @@ from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.tabular import FrameReader, TableReader, naming, partition_types, with_partition
 
 SAMPLE_ROWS = 60_000
-SAMPLE_BYTES = 64 << 20
-"""Bytes of text in the sample: lines of more than 1 KB are fewer."""
 NUM_PLACES = 16
 """Places in all files from which rows are taken; in each file there are three or more."""
 NUM_RUNS = 256
@@ -96,10 +94,8 @@ def _of_text(reader: KeptReader, file_index: int, num_wanted: int) -> tuple[pa.T
     num_rows = reader.rows_in(file_index)
     length = num_rows if num_rows <= num_wanted else -(-num_wanted // NUM_PLACES)
     starts = [0] if num_rows <= num_wanted else np.linspace(0, num_rows - length, NUM_PLACES).astype(int).tolist()
-    some = SAMPLE_BYTES * num_wanted // SAMPLE_ROWS // len(starts)
-    runs = [reader.some(file_index, start, length, some) for start in starts]
-    rows = [_numbered(run, start + np.arange(len(run))) for start, run in zip(starts, runs, strict=True)]
-    return pa.concat_tables(rows), num_rows, sum(map(len, rows)) == num_rows
+    runs = [_numbered(reader.some(file_index, start, length), start + np.arange(length)) for start in starts]
+    return pa.concat_tables(runs), num_rows, num_rows <= num_wanted
 
 
 def _spread(table: pa.Table) -> pa.Table:

@@ -25,7 +25,6 @@ import pyarrow.csv
 
 from hotrow.data.cells import Column, column_of, in_arrow, is_text, value_type, without_views
 from hotrow.data.chunk import FileInfo, RowError
-from hotrow.data.packed.reader import MALFORMED
 from hotrow.data.sources.columnar import (
     COLUMNAR_SUFFIXES,
     ColumnarFile,
@@ -222,7 +221,7 @@ class ColumnarReader(TableReader):
         file = self._files[file_index]
         with naming(file):
             opened = open_columnar(file)
-        names = opened.schema.names
+            names = opened.schema.names
         if len(set(names)) < len(names):
             again = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"{file.name}: two columns are called {again!r}; rename one of them")
@@ -687,17 +686,16 @@ def naming(file: InputFile) -> Iterator[None]:
     """Turns Arrow's errors into ValueErrors that name the file and the cure."""
     try:
         yield
-    except MALFORMED as error:
+    except (pa.ArrowException, OSError, EOFError) as error:
         text = " ".join(str(error).split())
         cures = {
             "Truncated compressed stream": "the file is cut short; fetch it again",
             "UTF8": "write it again with text in UTF-8",
             "once it is decoded": "if you trust it, write it again without compression, or as CSV",
-            "for one row": "leave the column out of the file, or cut its cells",
             "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; correct it",
             "cannot infer number of columns": "the header is empty, or a quote in it is never closed; correct it",
             "Parquet magic bytes not found": "the file is cut short or is not a Parquet file; write it again",
-            "requires a buffer": "the file is cut short; write it again",
+            "Not an Arrow file": "the file is cut short; write it again",
             "ORC postscript": "the file is cut short; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
