@@ -25,55 +25,48 @@ LOOK_S = 0.02
 def train_all(jobs: Sequence[Job]) -> None:
     """Trains all runs, as many at a time as there are cores for their threads.
 
-    A signal ends them all as `train` says, and none begins after it. A run whose process failed is trained in this
-    process, which so raises its error.
+    The first signal ends them: those with a process of their own at once, so they have to begin anew. Runs whose
+    process failed are trained in this one, which so raises their error.
     """
     threads = max(default_threads() if (some := config.train.threads) == "auto" else some for _, config, _ in jobs)
-    left = list(jobs) if (places := usable_cores() // threads) < 2 or len(jobs) < 2 else _beside(jobs, places)
+    places = min(usable_cores() // threads, len(jobs))
+    left = list(jobs) if places < 2 else _beside(jobs, places)
     for own, config, quiet in left:
         if train(config, folder=own, quiet=quiet).record.status != "finished":
             return
 
 
 def _beside(jobs: Sequence[Job], places: int) -> list[Job]:
-    """Trains all runs in processes, `places` at a time; returns those whose process failed, if no signal came."""
-    left, running, failed = list(jobs), dict[int, tuple[subprocess.Popen[bytes], Job]](), list[Job]()
+    """Trains the runs in `places` processes; returns those that have not finished, if no signal came."""
+    for own, config, _ in jobs:
+        own.write_config(config.to_yaml())
     with Interrupt(quiet=True) as interrupt:
+        running = [_process([str(own.path) for own, _, _ in jobs[place::places]]) for place in range(places)]
         try:
-            while running or (left and interrupt.signal is None):
-                while left and len(running) < places:
-                    process = _process(left[0])
-                    running[process.pid] = process, left.pop(0)
+            while interrupt.signal is None and any(process.poll() is None for process in running):
                 time.sleep(LOOK_S)
-                for pid, (process, job) in list(running.items()):
-                    if process.poll() is not None:
-                        failed += [job] if process.returncode else []
-                        del running[pid]
-                if interrupt.signal is not None:
-                    left.clear()
-                    for process, _ in running.values():
-                        process.send_signal(interrupt.signal)
-                        process.wait()
         finally:
-            for process, _ in running.values():
+            for process in running:
                 process.kill()
-        return failed if interrupt.signal is None else []
+                process.wait()
+        if interrupt.signal is not None:
+            return []
+    return [job for job in jobs if RunFolder.open(job[0].path).record.status != "finished"]
 
 
-def _process(job: Job) -> subprocess.Popen[bytes]:
-    folder, config, _ = job
-    folder.write_config(config.to_yaml())
-    command = [sys.executable, "-m", "hotrow.run.several", str(folder.path)]
+def _process(folders: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process that trains runs one after the other. It starts once for all: that takes seconds."""
     nothing = subprocess.DEVNULL
-    # In a session of its own it does not get the terminal's Ctrl-C, which would be its second signal and abort it.
-    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    command = [sys.executable, "-m", "hotrow.run.several", *folders]
+    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def main() -> None:
-    """Trains the run whose folder is the first argument, by the config in it."""
+    """Trains the runs whose folders are the arguments, by the configs in them."""
     end_with_parent()
-    path = Path(sys.argv[1])
-    train(load_config(path / CONFIG), folder=RunFolder.open(path), quiet=True)
+    for path in map(Path, sys.argv[1:]):
+        if train(load_config(path / CONFIG), folder=RunFolder.open(path), quiet=True).record.status != "finished":
+            return
 
 
 if __name__ == "__main__":
