@@ -600,8 +600,6 @@ def fit(
     name, asked = f"{_name_of(data)}-{model}", Asked(recipe, changes, quiet=quiet)
     with joined() as comm:
         stopped = None if packed or not isinstance(run, str | Path) or not is_taken(Path(run) / CONFIG) else Path(run)
-        if stopped is not None and RunFolder.open(stopped).record.status == "finished":
-            stopped = None
         on_every_rank(comm, lambda: None if stopped else check_free(run))
         if packed:
             dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
@@ -622,9 +620,9 @@ def fit(
             opened = replace(opened, schema=opened.schema.with_defaults())
         opened = opened.with_options(**changed)
         if stopped is not None:
-            raw = read_config(stopped / CONFIG)
+            raw, record = read_config(stopped / CONFIG), RunFolder.open(stopped).record
             same = make_config(apply_overrides(raw, changes), origin="fit") == make_config(raw, origin="fit")
-            if not same or RunFolder.open(stopped).record.preparation != fingerprint(opened):
+            if not same or record.status == "finished" or record.preparation != fingerprint(opened):
                 check_free(run)  # which says that another run is there
             return _beside(Run(resume(stopped, quiet=quiet).path), rivals=rivals, quiet=quiet)
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:

@@ -216,13 +216,6 @@ def test_an_interrupted_verb_says_so(sent: signal.Signals, monkeypatch: pytest.M
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough(run: hotrow.Run) -> None:
-    line = f"{shlex.quote(sys.executable)} -m hotrow doctor | head -1"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
-    assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "rror" not in done.stderr
-
-
 def test_an_error_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch, run: hotrow.Run, command: Any) -> None:
     def broken(path: object) -> object:
         raise KeyError("num_bytes")
