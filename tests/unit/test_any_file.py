@@ -173,6 +173,10 @@ def test_lists_of_views_are_read(tmp_path: Path) -> None:
 
 
 def test_files_of_columns_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    bad = pa.array([b"a", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"y": [0, 1], "item": bad}), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=r"bad\.parquet: column 'item': .*; write it again with text in UTF-8"):
+        guess_columns(tmp_path / "bad.parquet", label="y")
     with pytest.warns(DeprecationWarning):
         pyarrow.feather.write_feather(pa.table({"y": [0]}), tmp_path / "old.feather", version=1)
     with pytest.raises(ValueError, match=r"old\.feather: Feather's version 1 cannot be read; write it again"):
