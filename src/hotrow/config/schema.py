@@ -206,9 +206,9 @@ class CalibrationConfig(_Section):
 
     method: Method | None = None
     """What is fitted to the validation rows after training, and then belongs to the model. `platt`: a slope and an
-    intercept of log odds, which need few rows. `slope`: that slope about their mean, if it is below 1 by more than its
-    standard error. `isotonic`: rates that rise with the score in steps, which need some thousand rows; scores become
-    equal, which changes AUC a little. null: nothing is."""
+    intercept of log odds, which need few rows. `slope`: that slope, with the mean rate kept, if it is below 1 by more
+    than its standard error. `isotonic`: rates that rise with the score in steps, which need some thousand rows; scores
+    become equal, which changes AUC a little. null: nothing is."""
     negatives_kept: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share r of the rows with label 0 that the dataset has, if the others were left out of it. `predict`, `eval`
     of raw rows, and exports then make p / (p + (1 - p) / r) of a probability p (He et al., 2014): the rate among all

@@ -103,8 +103,8 @@ def fitted(
     1 and 0, whose weights are w1 and w0 in all. So it is finite even if a logit tells the label for certain (Platt,
     1999).
 
-    slope: m + a (z - m) of a logit z, m the mean and a platt's slope, if a is above 0 and below 1 by more than its
-    standard error. Else, or if all labels are equal, nothing is changed.
+    slope: a z + b of a logit z, a platt's slope and b what keeps the mean rate, if a is above 0 and below 1 by more
+    than its standard error. Else, or if all labels are equal, nothing is changed.
 
     isotonic: rates that rise with the logit and are nearest to the labels (least squares, by pooling adjacent
     violators), within 1 / (n + 2) and 1 - 1 / (n + 2) (Zadrozny and Elkan, 2002). Between two steps the log odds are on
@@ -120,8 +120,23 @@ def fitted(
     slope, intercept, error = _platt(z, labels, each)
     if method == "slope":
         apart = 0 < labels.mean() < 1 and 0 < slope < 1 - error
-        slope, intercept = (slope, (1 - slope) * float(np.average(z, weights=each))) if apart else (1.0, 0.0)
+        slope, intercept = (slope, _same_rate(z, each, slope)) if apart else (1.0, 0.0)
     return Calibration(method, step, num_rows, slope, intercept)
+
+
+def _same_rate(z: NDArray[np.float64], each: NDArray[np.float64], slope: float) -> float:
+    """The intercept with which `slope` below 1 keeps the mean rate: not the mean logit, far below which few rows pull
+    all others (shoppers.csv: a test LogLoss of 0.269, not 0.23)."""
+    low, high = (1 - slope) * float(z.min()), (1 - slope) * float(z.max())
+
+    def mean(logits: NDArray[np.float64]) -> float:
+        return float((each * (1.0 + np.tanh(0.5 * logits))).sum())
+
+    wanted = mean(z)
+    for _ in range(MAX_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(slope * z + middle) < wanted else (low, middle)
+    return high
 
 
 def _platt(z: NDArray[np.float64], labels: NDArray[np.bool_], each: NDArray[np.float64]) -> tuple[float, float, float]:
