@@ -72,7 +72,7 @@ from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder, check_free, resume_c
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, resume, train
-from hotrow.run.several import train_all
+from hotrow.run.several import trained_beside
 from hotrow.run.storage import close_tiers
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
@@ -632,7 +632,9 @@ def fit(
                     selection = Selection(folder, opened, asked, checked, choice=is_free)
                     with closing(selection.runs()) as found:
                         for jobs in found:
-                            train_all(jobs)
+                            for own, decided, is_quiet in trained_beside(jobs):
+                                if train(decided, folder=own, quiet=is_quiet).record.status != "finished":
+                                    break
                     if selection.run.record.status != "finished":
                         folder.update(status=selection.run.record.status)
                         return Run(selection.run.path)

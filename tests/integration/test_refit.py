@@ -15,7 +15,7 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
 from hotrow.report.page import how_selected
-from hotrow.run import runs, several
+from hotrow.run import runs
 from hotrow.run.selection import losses_by_step, step_to_stop_at
 from prepare_data import file_hashes
 
@@ -110,7 +110,6 @@ def test_a_selection_that_was_interrupted_is_trained_again(tmp_path: Path, monke
         return train(config, **more)
 
     monkeypatch.setattr(api, "train", counted)
-    monkeypatch.setattr(several, "train", counted)
     with pytest.raises(KeyboardInterrupt):
         hotrow.fit(rows, **options)
     assert hotrow.fit(rows, **options).record.status == "finished"

@@ -11,10 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import hotrow
+from hotrow import api
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
@@ -65,6 +66,8 @@ def watched(found: Weights, *, stops: bool = False) -> Iterator[None]:
     """Notes each run that is trained to choose by, and its weights. stops: before the third, and within the fifth."""
 
     def train(config: Any, *, folder: RunFolder, quiet: bool) -> RunFolder:
+        if folder.path.parent.name != "selection":  # the last one
+            return runs.train(config, folder=folder, quiet=quiet)
         found.append((folder.path.name, {}))
         if stops and len(found) == 3:
             raise KeyboardInterrupt
@@ -75,7 +78,7 @@ def watched(found: Weights, *, stops: bool = False) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(several, "train", train)
+        patch.setattr(api, "train", train)
         patch.setattr(several, "usable_cores", lambda: 1)  # one after the other, in this process
         yield
 

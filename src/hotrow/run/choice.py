@@ -1,7 +1,8 @@
 """What `fit` does before its last run: raw rows are packed, and validation rows choose features, epochs and steps.
 
     for jobs in selection.runs():                           # RUN/selection, or rounds of candidates in it
-        train_all(jobs)
+        for own, config, quiet in trained_beside(jobs):     # what has no process of its own
+            train(config, folder=own, quiet=quiet)
     opened, asked = with_validation_rows(selection, ...)    # what the last run trains
     config = asked.config(folder, asked.packed(folder, opened, ...))
 

@@ -22,22 +22,15 @@ LOOK_S = 0.02
 """Between two looks at the processes."""
 
 
-def train_all(jobs: Sequence[Job]) -> None:
-    """Trains all runs, as many at a time as there are cores for their threads.
+def trained_beside(jobs: Sequence[Job]) -> Sequence[Job]:
+    """Trains several runs, as many at a time as there are cores for their threads; returns those that are left to this
+    process: a single one, all if there is one core, and those whose process failed, so that their error is raised here.
 
-    The first signal ends them: those with a process of their own at once, so they have to begin anew. Runs whose
-    process failed are trained in this one, which so raises their error.
+    The first signal ends the processes at once, so that their runs have to begin anew; nothing is left then.
     """
     threads = max(default_threads() if (some := config.train.threads) == "auto" else some for _, config, _ in jobs)
-    places = min(usable_cores() // threads, len(jobs))
-    left = list(jobs) if places < 2 else _beside(jobs, places)
-    for own, config, quiet in left:
-        if train(config, folder=own, quiet=quiet).record.status != "finished":
-            return
-
-
-def _beside(jobs: Sequence[Job], places: int) -> list[Job]:
-    """Trains the runs in `places` processes; returns those that have not finished, if no signal came."""
+    if (places := min(usable_cores() // threads, len(jobs))) < 2:
+        return jobs
     for own, config, _ in jobs:
         own.write_config(config.to_yaml())
     with Interrupt(quiet=True) as interrupt:
