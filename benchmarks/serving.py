@@ -186,7 +186,7 @@ class Pages:
 
     def __init__(self, export: Path, scorer: Scorer) -> None:
         about = read_sealed(export / "export.json", cure="export again")
-        self._version = scorer._versions[0]
+        self._version = scorer._now
         files = {each["name"]: export / each["file"] for each in about["tables"]}
         self._paths = [files[each["table"]] for each in about["features"]]
         self._weights = [self._version.mapped.weights[each["table"]] for each in about["features"]]
@@ -271,9 +271,9 @@ def measure_latency(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Every number of candidates, warm and cold."""
     export, most = options.export, max(options.items)
     began = time.perf_counter()
-    Scorer(export, memory=options.memory, work=work)
+    Scorer(export, memory=options.memory)
     opening_s, began = time.perf_counter() - began, time.perf_counter()
-    scorer = Scorer(export, memory=options.memory, work=work)
+    scorer = Scorer(export, memory=options.memory)
     report: dict[str, Any] = {
         "opening_s": round(opening_s, 3),
         "opening_again_s": round(time.perf_counter() - began, 3),
@@ -300,12 +300,12 @@ def measure_throughput(options: argparse.Namespace, work: Path) -> dict[str, Any
         read_sealed(export / "export.json", cure="export again"),
         requests_of(export, num_items, NUM_REQUESTS),
     )
-    scorer, plain = Scorer(export, memory=options.memory, work=work), load_module(export / "score.py").Scorer(export)
+    scorer, plain = Scorer(export, memory=options.memory), load_module(export / "score.py").Scorer(export)
     write_dense(work / "dense.onnx", about, network=export / "model.py", weights=export / "model.safetensors")
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = settings.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(work / "dense.onnx", settings)
-    definition, version = load_module(export / "model.py"), scorer._versions[0]
+    definition, version = load_module(export / "model.py"), scorer._now
     network = build_network(definition, about)
     network.load_state_dict(load_file(export / "model.safetensors"))
 
@@ -382,7 +382,7 @@ def most_memory(export: Path, work: Path, requests: Path, memory: str | None) ->
     """The most memory after any request; in a process that has nothing else."""
     folders = export, work
     before = memory_bytes(folders)
-    scorer, most, largest = Scorer(export, memory=memory, work=work), dict[str, int](), 0
+    scorer, most, largest = Scorer(export, memory=memory), dict[str, int](), 0
     with requests.open() as lines:
         for line in lines:
             user, items = json.loads(line)

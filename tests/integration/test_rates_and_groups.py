@@ -197,7 +197,7 @@ def test_the_recipe_of_fit_draws_scores_together_that_are_too_sure(tmp_path: Pat
     run.export(tmp_path / "out")
     scorer = load_module(tmp_path / "out" / "score.py").Scorer(tmp_path / "out")
     exported = scorer.score({name: new[name].to_pylist() for name in scorer.columns}).numpy()
-    served = hotrow.Scorer(tmp_path / "out", work=tmp_path / "work").score(new.select(scorer.columns).to_pylist())
+    served = hotrow.Scorer(tmp_path / "out").score(new.select(scorer.columns).to_pylist())
     np.testing.assert_allclose(exported, scores, rtol=0, atol=1e-6)
     np.testing.assert_allclose(served, scores, rtol=0, atol=1e-6)
     run.folder.update(calibration=None)

@@ -207,7 +207,7 @@ def check(run: hotrow.Run, raw: Any, columns: Columns, out: Path) -> None:
     np.testing.assert_allclose(scorer_of(out).score(columns).numpy(), expected, rtol=0, atol=TOLERANCE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        served = hotrow.Scorer(out, work=out.parent / "work")
+        served = hotrow.Scorer(out)
     np.testing.assert_array_equal(served.score(columns), expected, err_msg="hotrow's own scorer has the same bits")
     assert served.seen.columns == run.seen.columns
     alone = [served.score({name: cells[row : row + 1] for name, cells in columns.items()})[0] for row in range(100)]
