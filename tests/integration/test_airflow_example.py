@@ -53,3 +53,11 @@ def test_a_task_does_the_days_that_are_new_and_a_server_follows(
         write_day(logs, day)
     command(*words)
     assert scorer.follow() == hotrow.Scorer(chain / "versions" / "day_3").version != first
+    command("export", chain / "runs" / "day_2", "--out", before := chain / "versions" / "day_2")  # back, as docs say
+    (chain / "model").unlink()
+    (chain / "model").symlink_to("versions/day_2")
+    assert scorer.follow() == hotrow.Scorer(before).version
+    write_day(logs, 4)
+    command(*words)
+    command("export", chain / "runs" / "day_4", "--out", tmp_path / "whole")
+    assert scorer.follow() == hotrow.Scorer(tmp_path / "whole").version
