@@ -1,12 +1,10 @@
 """`hotrow serve`: requests get the scores of the scorer, hostile ones an error each, and versions come meanwhile."""
 
-import gc
 import http.client
 import json
 import logging
 import random
 import re
-import resource
 import socket
 import threading
 import time
@@ -24,7 +22,7 @@ import pytest
 import yaml
 
 import hotrow
-from forked import COMMAND, start_forked
+from forked import COMMAND, resident_bytes, start_forked
 from hotrow.cli import app as cli
 
 fastapi = pytest.importorskip("fastapi")
@@ -243,11 +241,6 @@ def hostile(rng: random.Random) -> bytes | dict[str, Any]:
         b"null",
     ]
     return rng.choice(kinds)
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(10_000, marks=pytest.mark.slow)])
