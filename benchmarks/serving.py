@@ -1,4 +1,4 @@
-"""Requests of one user and many candidates: how long they take, how many a second, in how much memory, amid deltas.
+"""Requests of one user and many candidates: how long they take, how many a second, in how much memory, amid versions.
 
     python -m benchmarks.serving EXPORT [--size 2GB] [--cells latency ...] [--items 200 500] [--memory 1GiB]
                                         [--seconds 10] [--out serving.json]
@@ -17,10 +17,9 @@ throughput  two threads, each of which sends the next request as soon as it has 
             The six loops run in turns of at most TURN_S, each for `--seconds` in all: the median turn, and the range.
 memory      most memory of a scorer under `--memory`, whose requests ask for ids all over the tables, in a process of
             its own. With `--holes` the tables are files without content, so that 20GB take no disk.
-deltas      100 deltas, each of 1 % of the rows and all dense weights, applied back to back while one thread sends
-            requests. EXPORT is not read; all exports are made beside it, with tables of `--size`. Every answer is
-            compared with those of a new scorer of its version, and the last version with a whole export. The disk
-            holds an export for each delta.
+versions    a scorer follows a link NUM_TURNS times, back and forth among NUM_VERSIONS exports, while one thread sends
+            requests. EXPORT is not read; the exports are made beside it, with tables of `--size`, and differ in 1 % of
+            the rows and all dense weights. Every answer is compared with that of a new scorer of its version.
 
 Prints Markdown; `--out` gets JSON.
 """
@@ -50,18 +49,17 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.markdown import heads, table
-from benchmarks.serving_export import DIM, make, write
+from benchmarks.serving_export import DIM, make
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import host_facts
 from hotrow.base.records import read_sealed
 from hotrow.data.chunk import keys_to_arrow
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.export.delta import apply_delta, checksum_of, write_delta
 from hotrow.export.dense import write_dense
 from hotrow.export.score import build_network, load_module
 from hotrow.kernels import ops
 from hotrow.serve.scorer import Scorer
-from hotrow.serve.version import NAME_DIGITS, one_thread
+from hotrow.serve.version import one_thread
 
 NUM_REQUESTS = 64
 UNKNOWN = 0.01
@@ -71,7 +69,7 @@ WARM = 0.1
 SPREAD_REQUESTS = 600
 TURN_S = 10
 """Seconds of a closed loop before the next contender has its turn, so that all see the same machine."""
-NUM_DELTAS = 100
+NUM_VERSIONS, NUM_TURNS = 4, 100
 Request = tuple[dict[str, Any], list[dict[str, Any]]]
 Answer = Callable[[Request], Any]
 
@@ -186,7 +184,7 @@ class Pages:
 
     def __init__(self, export: Path, scorer: Scorer) -> None:
         about = read_sealed(export / "export.json", cure="export again")
-        self._version = scorer._versions[0]
+        self._version = scorer._now
         files = {each["name"]: export / each["file"] for each in about["tables"]}
         self._paths = [files[each["table"]] for each in about["features"]]
         self._weights = [self._version.mapped.weights[each["table"]] for each in about["features"]]
@@ -271,9 +269,9 @@ def measure_latency(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Every number of candidates, warm and cold."""
     export, most = options.export, max(options.items)
     began = time.perf_counter()
-    Scorer(export, memory=options.memory, work=work)
+    Scorer(export, memory=options.memory)
     opening_s, began = time.perf_counter() - began, time.perf_counter()
-    scorer = Scorer(export, memory=options.memory, work=work)
+    scorer = Scorer(export, memory=options.memory)
     report: dict[str, Any] = {
         "opening_s": round(opening_s, 3),
         "opening_again_s": round(time.perf_counter() - began, 3),
@@ -300,12 +298,12 @@ def measure_throughput(options: argparse.Namespace, work: Path) -> dict[str, Any
         read_sealed(export / "export.json", cure="export again"),
         requests_of(export, num_items, NUM_REQUESTS),
     )
-    scorer, plain = Scorer(export, memory=options.memory, work=work), load_module(export / "score.py").Scorer(export)
+    scorer, plain = Scorer(export, memory=options.memory), load_module(export / "score.py").Scorer(export)
     write_dense(work / "dense.onnx", about, network=export / "model.py", weights=export / "model.safetensors")
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = settings.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(work / "dense.onnx", settings)
-    definition, version = load_module(export / "model.py"), scorer._versions[0]
+    definition, version = load_module(export / "model.py"), scorer._now
     network = build_network(definition, about)
     network.load_state_dict(load_file(export / "model.safetensors"))
 
@@ -382,7 +380,7 @@ def most_memory(export: Path, work: Path, requests: Path, memory: str | None) ->
     """The most memory after any request; in a process that has nothing else."""
     folders = export, work
     before = memory_bytes(folders)
-    scorer, most, largest = Scorer(export, memory=memory, work=work), dict[str, int](), 0
+    scorer, most, largest = Scorer(export, memory=memory), dict[str, int](), 0
     with requests.open() as lines:
         for line in lines:
             user, items = json.loads(line)
@@ -408,23 +406,21 @@ def measure_memory(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         return {**found.result(), "budget": options.memory, "tables_bytes": tables, "requests": SPREAD_REQUESTS}
 
 
-# ---- deltas
+# ---- versions
 
 
-def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Requests before and while deltas come."""
-    base, kept, num_rows = work / "base", work / "kept", rows_of(options.size)
-    make(base, num_rows)
-    kept.mkdir()
-    since = base
-    folders = {checksum_of(base)[:NAME_DIGITS]: base}
-    for day in range(1, options.deltas + 1):
-        write_delta(since, work / f"delta-{day}", lambda to, day=day: write(to, num_rows, day))
-        apply_delta(since, work / f"delta-{day}", kept / str(day))
-        since = folders[checksum_of(kept / str(day))[:NAME_DIGITS]] = kept / str(day)
-    make(work / "whole", num_rows, day=options.deltas)
-    scorer, requests = Scorer(base, memory=options.memory, work=work / "work"), requests_of(base, options.items[0], 8)
-    found, failed, done = list[tuple[float, float, str, int, bytes]](), list[str](), threading.Event()
+def measure_versions(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Requests before and while a scorer follows a link."""
+    for day in range(NUM_VERSIONS):
+        make(work / f"{day}", rows_of(options.size), day=day)
+    requests, link = requests_of(work / "0", options.items[0], 8), work / "model"
+    expected = dict[str, list[bytes]]()
+    for day in range(NUM_VERSIONS):
+        own = Scorer(work / f"{day}")
+        expected[own.version] = [own.score(user=user, items=items).tobytes() for user, items in requests]
+    link.symlink_to("0")
+    scorer = Scorer(link, memory=options.memory)
+    found, failed, done = list[tuple[float, float, str, bool]](), list[str](), threading.Event()
 
     def ask() -> None:
         while not done.is_set():
@@ -435,9 +431,10 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             except Exception as error:
                 failed.append(repr(error))
                 continue
-            found.append((began, time.perf_counter() - began, version, k, scores.tobytes()))
+            taken = time.perf_counter() - began
+            found.append((began, taken, version, scores.tobytes() == expected[version][k]))
 
-    applying = list[float]()
+    following = list[float]()
     for user, items in requests:
         scorer.score(user=user, items=items)
     with ThreadPoolExecutor(1) as executor:
@@ -445,41 +442,28 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         time.sleep(options.seconds)
         began = time.perf_counter()
         try:
-            for day in range(1, options.deltas + 1):
+            for turn in range(1, NUM_TURNS + 1):
+                (beside := work / "beside").symlink_to(f"{turn % NUM_VERSIONS}")
+                beside.replace(link)
                 start = time.perf_counter()
-                scorer.apply(work / f"delta-{day}")
-                applying.append(time.perf_counter() - start)
+                scorer.follow()
+                following.append(time.perf_counter() - start)
         finally:
             ended = time.perf_counter()
             done.set()
         asking.result()
-    wrong = 0
-    for version, folder in folders.items():
-        again = Scorer(folder)
-        expected = [again.score(user=user, items=items).tobytes() for user, items in requests]
-        wrong += sum(own[4] != expected[own[3]] for own in found if own[2] == version)
-    files = {path.relative_to(work / "whole") for path in (work / "whole").rglob("*") if path.is_file()}
-    quiet, under = (
-        [taken for at, taken, *_ in found if at < began],
-        [taken for at, taken, *_ in found if began <= at < ended],
-    )
-    p99 = [1e3 * float(np.quantile(taken, 0.99)) for taken in (quiet, under)]
-    return {
-        "deltas": options.deltas,
-        "requests": len(under),
+    report: dict[str, Any] = {
+        "turns": NUM_TURNS,
+        "requests": sum(began <= at < ended for at, *_ in found),
         "failed": len(failed),
-        "versions_answered": len({own[2] for own in found}),
-        "of_no_version": wrong,
-        "bits_of_the_whole_export": all(
-            (scorer.path / name).read_bytes() == (work / "whole" / name).read_bytes() for name in files
-        ),
-        "p99_before_ms": round(p99[0], 3),
-        "p99_meanwhile_ms": round(p99[1], 3),
-        "p99_ratio": round(p99[1] / p99[0], 3),
-        "p50_before_ms": round(1e3 * statistics.median(quiet), 3),
-        "p50_meanwhile_ms": round(1e3 * statistics.median(under), 3),
-        "applying_s": round(statistics.median(applying), 3),
+        "versions_answered": len({version for *_, version, _ in found}),
+        "of_no_version": sum(not is_right for *_, is_right in found),
+        "following_s": round(statistics.median(following), 3),
     }
+    for when, first, last in (("before", 0.0, began), ("meanwhile", began, ended)):
+        taken = [1e3 * own for at, own, *_ in found if first <= at < last]
+        report |= {f"p{q}_{when}_ms": round(float(np.quantile(taken, q / 100)), 3) for q in (50, 99)}
+    return {**report, "p99_ratio": round(report["p99_meanwhile_ms"] / report["p99_before_ms"], 3)}
 
 
 # ---- all of it
@@ -488,7 +472,7 @@ CELLS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "latency": measure_latency,
     "throughput": measure_throughput,
     "memory": measure_memory,
-    "deltas": measure_deltas,
+    "versions": measure_versions,
 }
 
 
@@ -526,11 +510,10 @@ def main() -> None:
     parser.add_argument("--items", type=int, nargs="+", default=[200, 500], help="candidates of a request")
     parser.add_argument("--seconds", type=float, default=10, help="for each figure")
     parser.add_argument("--memory", help="budget of the scorer, e.g. 1GiB")
-    parser.add_argument("--deltas", type=int, default=NUM_DELTAS)
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if not options.export.exists() and options.cells != ["deltas"]:
+    if not options.export.exists() and options.cells != ["versions"]:
         make(options.export, rows_of(options.size), holes=options.holes)
     report: dict[str, Any] = {"host": host_facts(), "load": os.getloadavg()[0]}
     for name in options.cells:

@@ -9,7 +9,9 @@ They are forked from the server of benchmarks.rank_runs. A test whose subject is
 end of an interpreter, or a variable that is read when a library is loaded starts an interpreter instead.
 """
 
+import gc
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,12 @@ def become(user, change=os.setuid):
         print(error)
         sys.exit({NOT_ANOTHER_USER})
 """
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Child:

@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from pydantic import TypeAdapter
 
+from hotrow.data.prepare import pipeline
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.data.sources.split import SplitPlan
 
@@ -85,3 +89,19 @@ def plan_of(value: Any) -> SplitPlan:
     """The plan that `ids` of a dataset.json names."""
     plan: SplitPlan = TypeAdapter(SplitPlan).validate_json(json.dumps(value))
     return plan
+
+
+@contextmanager
+def stopping(stage: str, number: int) -> Iterator[None]:
+    """Inside the block preparation is asked to stop when a stage has drawn this piece, as by a signal."""
+    plain = pipeline.Stages._drawn
+
+    def drawn(stages: Any, name: str, *given: Any) -> Iterator[Any]:
+        for i, piece in enumerate(plain(stages, name, *given)):
+            if (name, i) == (stage, number):
+                stages._stop.set()
+            yield piece
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(pipeline.Interrupted):
+        patch.setattr(pipeline.Stages, "_drawn", drawn)
+        yield

@@ -56,7 +56,7 @@ def write_rows(store: Store, rows: list[int], value: int = 7) -> None:
     store.write(rows, np.arange(len(rows)), [np.full((len(rows), store.rows.record_bytes), value, np.uint8)])
 
 
-def read_rows(store: Store, rows: list[int]) -> np.ndarray:
+def read_rows(store: Store, rows: list[int] | np.ndarray) -> np.ndarray:
     out = np.zeros((len(rows), store.rows.record_bytes), np.uint8)
     store.read(rows, np.arange(len(rows)), [out])
     return out

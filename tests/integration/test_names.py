@@ -2,7 +2,6 @@
 
 import csv
 import html
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import hotrow
 from hotrow.cli import tools
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.export.score import load_module
 
 NAMES = [
     *("..ip", ".", "..", "a/b", "a\\b", "/etc/passwd", " ", " lead", "trail ", "", "<script>alert(1)</script>"),
@@ -64,10 +64,7 @@ def test_any_names_from_raw_file_to_scores(tmp_path: Path, rows: dict[str, list[
 
     run.export(tmp_path / "export")
     assert tools.check(tmp_path / "export")["ok"]
-    spec = importlib.util.spec_from_file_location("score", tmp_path / "export" / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(tmp_path / "export" / "score.py")
     np.testing.assert_allclose(module.Scorer(tmp_path / "export").score(rows).numpy(), scores, rtol=1e-5)
 
     report = tools.inspect(dataset.path, out=tmp_path / "hotness")

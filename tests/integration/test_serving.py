@@ -1,12 +1,10 @@
-"""`hotrow serve`: requests get the scores of the scorer, hostile ones an error each, and deltas come meanwhile."""
+"""`hotrow serve`: requests get the scores of the scorer, hostile ones an error each, and versions come meanwhile."""
 
-import gc
 import http.client
 import json
 import logging
 import random
 import re
-import resource
 import socket
 import threading
 import time
@@ -25,7 +23,7 @@ import pytest
 import yaml
 
 import hotrow
-from forked import COMMAND, start_forked
+from forked import COMMAND, resident_bytes, start_forked
 from hotrow.cli import app as cli
 
 fastapi = pytest.importorskip("fastapi")
@@ -62,14 +60,10 @@ def rows(num_rows: int, seed: int = 0) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of a run's first checkpoint, and in deltas/ what came after it."""
+    """An export."""
     path = tmp_path_factory.mktemp("serving")
-    told = {"schema": SCHEMA, "run": path / "run", "quiet": True, "config": {"checkpoint": {"every": 10}}}
-    run = hotrow.fit(pa.table(rows(1500)), **told, **OPTIONS)
-    first, *_, last = sorted(int(each.name.removeprefix("step-")) for each in run.checkpoint.parent.iterdir())
-    run.export(path / "out", step=first)
-    (path / "deltas").mkdir()
-    run.export(path / "deltas" / "next", since=path / "out", step=last)
+    told = {"schema": SCHEMA, "run": path / "run", "quiet": True}
+    hotrow.fit(pa.table(rows(1500)), **told, **OPTIONS).export(path / "out")
     return path
 
 
@@ -79,12 +73,11 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Returns status and content. headers: by name, with _ for -."""
+    def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Returns status and content."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        own = {name.replace("_", "-"): value for name, value in headers.items()}
         try:
-            connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body, own)
+            connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body)
             answer = connection.getresponse()
             text = answer.read().decode()
             return answer.status, json.loads(text) if path != "/metrics" else text
@@ -93,9 +86,9 @@ class Client:
 
 
 @pytest.fixture
-def served(folder: Path, tmp_path: Path) -> Iterator[tuple[Client, hotrow.Scorer]]:
-    scorer = hotrow.Scorer(folder / "out", work=tmp_path / "work")
-    with serving(scorer, deltas=folder / "deltas") as client:
+def served(folder: Path) -> Iterator[tuple[Client, hotrow.Scorer]]:
+    scorer = hotrow.Scorer(folder / "out")
+    with serving(scorer) as client:
         yield client, scorer
 
 
@@ -108,7 +101,7 @@ def serving(scorer: hotrow.Scorer, **options: Any) -> Iterator[Client]:
         own.append((process, sockets[0].getsockname()[1]))
         run(process, sockets)
 
-    options = {"host": "127.0.0.1", "port": 0, "deltas": None, **options}
+    options = {"host": "127.0.0.1", "port": 0, **options}
     thread = threading.Thread(target=server.serve, args=(scorer,), kwargs=options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.Server, "run", running)
@@ -251,11 +244,6 @@ def hostile(rng: random.Random) -> bytes | dict[str, Any]:
     return rng.choice(kinds)
 
 
-def resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 @pytest.mark.parametrize("num_requests", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer], num_requests: int) -> None:
     ask, scorer = served
@@ -309,40 +297,16 @@ def test_a_fault_of_ours_is_said_without_a_traceback(
     assert "RuntimeError: a secret" in capfd.readouterr().err
 
 
-def test_deltas_come_by_name_from_one_folder(served: tuple[Client, hotrow.Scorer], folder: Path) -> None:
-    ask, scorer = served
-    before, sent = scorer.version, {"content_type": "application/json"}
-    for name in ("../out", "..", ".", "", str(folder / "out"), "none", "\0", "next/files", "x" * 5000):
-        code, found = ask("POST", "/apply", {"delta": name}, **sent)
-        assert code == 400 and found.keys() == {"error"}, name
-    assert ask("POST", "/apply", {}, **sent)[0] == 400
-    assert ask("POST", "/rollback", **sent)[0] == 400
-    assert scorer.version == before
-    code, found = ask("POST", "/apply", {"delta": "next"}, **sent)
-    assert code == 200 and found["version"] == scorer.version != before
-    code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
-    assert found["version"] == scorer.version
-    assert ask("POST", "/rollback", {}, **sent) == (200, {"version": before})
-
-
-def test_pages_of_other_origins_and_strangers_change_nothing(folder: Path, tmp_path: Path) -> None:
-    """A page may send text to this machine by any name that leads here, and cannot send JSON, its origin or a token."""
-    scorer, sent = hotrow.Scorer(folder / "out", work=tmp_path / "work"), {"content-type": "application/json"}
-    make = partial(make_app, scorer, deltas=folder / "deltas")
-    client = TestClient(make(hosts={"localhost"}), base_url="http://localhost:8080")
-    for headers, code in (
-        ({"content-type": "text/plain"}, 415),
-        ({**sent, "origin": "http://evil.example"}, 403),
-        ({**sent, "origin": "http://localhost:8080"}, 400),
-    ):
-        for path in ("/apply", "/rollback"):
-            answer = client.post(path, headers=headers)
-            assert answer.status_code == code and answer.json().keys() == {"error"}
-    for name, code in (("evil.example", 403), ("127.0.0.1", 200), ("[::1]:8080", 200), ("10.0.0.7", 200)):
+def test_requests_change_nothing_and_pages_of_other_names_get_nothing(folder: Path) -> None:
+    """A page in a browser may make any name lead here."""
+    app = make_app(hotrow.Scorer(folder / "out"), hosts={"localhost"})
+    own = {route.path: route.methods for route in app.routes if route.path != "/openapi.json"}
+    assert own == {"/score": {"POST"}, "/health": {"GET"}, "/metrics": {"GET"}}
+    client = TestClient(app, base_url="http://localhost:8080")
+    for name in ("127.0.0.1", "[::1]:8080", "10.0.0.7", "localhost:8080", "evil.example"):
+        code = 403 if name == "evil.example" else 200
         assert client.get("/health", headers={"host": name}).status_code == code, name
-    client = TestClient(make(token="secret"))
-    for given, code in (("", 401), ("Bearer secre", 401), ("secret", 401), ("Bearer secret", 400)):
-        assert client.post("/rollback", headers={**sent, "authorization": given}).status_code == code
+        assert client.post("/score", json={"rows": [USER]}, headers={"host": name}).status_code == code, name
 
 
 def test_without_descriptors_a_line_a_minute_is_logged() -> None:
@@ -353,12 +317,6 @@ def test_without_descriptors_a_line_a_minute_is_logged() -> None:
         told += [f"{seconds}: {record.getMessage()}"] if passes(record) and record.exc_info is None else []
     assert [text.split(":")[0] for text in told] == ["0", "61"] and "ulimit -n" in told[0]
     assert passes(logging.LogRecord("asyncio", 40, "", 0, "another", (), None))
-
-
-def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tmp_path: Path) -> None:
-    app = make_app(hotrow.Scorer(folder / "out", work=tmp_path / "work"))
-    assert {route.path for route in app.routes} >= {"/score", "/health", "/metrics"}
-    assert not {route.path for route in app.routes} & {"/apply", "/rollback"}
 
 
 @pytest.mark.parametrize("num_days", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -407,8 +365,23 @@ def test_every_answer_is_of_one_day_while_a_chain_goes_on(
 NICE = "import os; os.nice(19)\n"
 
 
-def test_where_it_listens_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-    words = ["serve", str(folder / "out"), "--work", str(tmp_path / "work"), "--port"]
+def test_a_version_that_cannot_be_opened_is_said_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "FOLLOW_S", 0.01)
+    (link := tmp_path / "model").symlink_to(folder / "out")
+    with serving(scorer := hotrow.Scorer(link), follow=True) as ask:
+        (beside := tmp_path / "beside").symlink_to(folder)
+        beside.replace(link)
+        time.sleep(0.3)
+        code, found = ask("POST", "/score", {"rows": [USER]})
+        assert (code, found["version"]) == (200, scorer.version)
+    (said,) = re.findall(".* stays: .*", capfd.readouterr().err)
+    assert said == f"version {scorer.version} stays: {folder} has no export.json: export the run again"
+
+
+def test_where_it_listens_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    words = ["serve", str(folder / "out"), "--port"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         err = command(*words, port, code=2)
@@ -416,11 +389,6 @@ def test_where_it_listens_is_said(folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
     command(*words, "0")
     assert re.search(r"at http://127\.0\.0\.1:[1-9]\d*/score", command.err)
-    err = command(*words, "0", "--deltas", "none", code=2)
-    assert "there is no folder none" in err
-    (tmp_path / "token").write_text(" \n")
-    assert "token is empty; write a token" in command(*words, "0", "--token-file", str(tmp_path / "token"), code=2)
-    assert "leave one of them out" in command(*words, "0", "--deltas", str(folder), "--follow", code=2)
 
 
 def test_the_examples_name_what_there_is() -> None:

@@ -5,7 +5,6 @@ change may pass, or is a ValueError that names the file; no other error may leav
 another name, or holds something else.
 """
 
-import importlib.util
 import json
 import random
 import shutil
@@ -26,6 +25,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import Encoder
 from hotrow.data.sources.registry import open_source
+from hotrow.export.score import load_module
 from hotrow.kernels.ops import backend
 from hotrow.run import ending, parts, runs
 from hotrow.run.folder import RunFolder
@@ -123,11 +123,7 @@ def restore(run: Path) -> None:
 
 
 def scorer(folder: Path) -> None:
-    spec = importlib.util.spec_from_file_location("altered_score", folder / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.Scorer(folder)
+    load_module(folder / "score.py").Scorer(folder)
 
 
 def bring_forward(export: Path, delta: Path, out: Path) -> None:

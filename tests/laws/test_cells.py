@@ -452,10 +452,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[hotrow.Run, Path]:
     return run, folder / "out"
 
 
-def check_scores(cells: list[Any], run: hotrow.Run, export: Path, work: Path) -> None:
+def check_scores(cells: list[Any], run: hotrow.Run, export: Path) -> None:
     """Scores a column by the run, by a server's scorer, whole and row by row, and by the export's own program."""
     rows = [dict.fromkeys(NAMES, cell) for cell in cells]
-    whole, alone = (hotrow.Scorer(export, work=work) for _ in "12")
+    whole, alone = (hotrow.Scorer(export) for _ in "12")
     expected = run.predict(rows)
     assert run.seen is not None
     np.testing.assert_array_equal(whole.score(rows), expected, err_msg=" ".join(type(cell).__name__ for cell in cells))
@@ -467,8 +467,8 @@ def check_scores(cells: list[Any], run: hotrow.Run, export: Path, work: Path) ->
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("share", SHARES)
-def test_cells_score_alike_in_requests_and_exports(share: str, model: tuple[hotrow.Run, Path], tmp_path: Path) -> None:
-    check_scores([cell for cell, *_ in MEANS if cell != 10**5000], *model, tmp_path)
+def test_cells_score_alike_in_requests_and_exports(share: str, model: tuple[hotrow.Run, Path]) -> None:
+    check_scores([cell for cell, *_ in MEANS if cell != 10**5000], *model)
     for seed in range(6 if share == "few" else 300):
         rng = random.Random(f"scores {seed}")
-        check_scores(column(rng, MAKERS if rng.random() < 0.7 else [*MAKERS, *ODD_MAKERS]), *model, tmp_path)
+        check_scores(column(rng, MAKERS if rng.random() < 0.7 else [*MAKERS, *ODD_MAKERS]), *model)

@@ -1,7 +1,6 @@
 """Law: columns that transforms compute, of ids and of other computed columns, are the same in preparation, in scoring
 and in exports; their values are those of plain Python."""
 
-import importlib.util
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from hotrow.data.chunk import Keys
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform
+from hotrow.export.score import load_module
 from loops import looped
 
 SCHEMA: dict[str, Any] = {
@@ -101,11 +101,7 @@ def truth(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def load_scorer(folder: Path) -> Any:
-    found = importlib.util.spec_from_file_location("exported", folder / "score.py")
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module.Scorer(folder)
+    return load_module(folder / "score.py").Scorer(folder)
 
 
 def save(rows: dict[str, list[Any]], path: Path) -> str:

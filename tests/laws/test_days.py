@@ -8,7 +8,7 @@ import errno
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare import extend, pipeline, rows
 from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension, Uses
-from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.prepare import Encoder, _Earlier, run_prepare
 from hotrow.data.prepare.statistics import NUM_FOLDS, Statistics
 from hotrow.data.sources.options import ReadOptions
@@ -43,7 +43,7 @@ from hotrow.setup.shards import hot_prefixes
 from kill_prepare import KILL_PREPARE
 from loops import looped
 from packed_data import make_info
-from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
+from prepare_data import SCHEMA, file_hashes, make_rows, stopping, to_table, write_parquet
 from resealed import reseal
 
 Rows = dict[str, list[Any]]
@@ -318,18 +318,8 @@ def test_ways_to_run_move_nothing(
 def test_stopped_and_continued_moves_no_byte(
     days: list[Path], logs: list[Path], tmp_path: Path, stage: str, number: int
 ) -> None:
-    plain = pipeline.Stages._drawn
-
-    def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
-        for i, piece in enumerate(plain(stages, name, *given)):
-            if (name, i) == (stage, number):
-                stages._stop.set()
-            yield piece
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.Stages, "_drawn", reported)
-        with pytest.raises(Interrupted):
-            next_day(logs[2], tmp_path / "day_3", days[1], {})
+    with stopping(stage, number):
+        next_day(logs[2], tmp_path / "day_3", days[1], {})
     with pytest.raises(ValueError, match=r"day\.number is 2, was 3"):
         next_day(logs[2], tmp_path / "day_3", days[0], {})
     next_day(logs[2], tmp_path / "day_3", days[1], {"rows_per_chunk": 77})

@@ -5,7 +5,6 @@ What a delta holds is compared with all rows and ids of both days, side by side.
 """
 
 import json
-import mmap
 import os
 import random
 import shutil
@@ -29,7 +28,7 @@ from torch import Tensor
 
 import mutate
 import mutate_sealed
-from forked import run_forked
+from forked import resident_bytes, run_forked
 from hotrow.cli import tools
 from hotrow.data.chunk import Keys, keys_to_arrow
 from hotrow.data.native import hash_keys
@@ -416,10 +415,6 @@ def change_delta(delta: Path, rng: random.Random) -> str:
     if name != "delta.json":
         reseal(delta / "delta.json", right)
     return what
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.slow_but("150")

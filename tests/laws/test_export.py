@@ -7,7 +7,6 @@ twin of its own in tests/unit. Raw rows hold ids that were rare, unseen and miss
 
 import ast
 import csv
-import importlib.util
 import inspect
 import json
 import math
@@ -46,6 +45,7 @@ from hotrow.data.sources.split import RandomPlan
 from hotrow.data.transforms import Transform
 from hotrow.export import score
 from hotrow.export.export import network_source
+from hotrow.export.score import load_module
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.objectives import OBJECTIVES
@@ -192,11 +192,7 @@ def scorer_of(folder: Path) -> Any:
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any("hotrow" in name or "pydantic" in name for name in names)
-    spec = importlib.util.spec_from_file_location("exported_score", folder / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Scorer(folder)
+    return load_module(folder / "score.py").Scorer(folder)
 
 
 def check(run: hotrow.Run, raw: Any, columns: Columns, out: Path) -> None:
@@ -207,7 +203,7 @@ def check(run: hotrow.Run, raw: Any, columns: Columns, out: Path) -> None:
     np.testing.assert_allclose(scorer_of(out).score(columns).numpy(), expected, rtol=0, atol=TOLERANCE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        served = hotrow.Scorer(out, work=out.parent / "work")
+        served = hotrow.Scorer(out)
     np.testing.assert_array_equal(served.score(columns), expected, err_msg="hotrow's own scorer has the same bits")
     assert served.seen.columns == run.seen.columns
     alone = [served.score({name: cells[row : row + 1] for name, cells in columns.items()})[0] for row in range(100)]

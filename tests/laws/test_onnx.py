@@ -176,11 +176,11 @@ def test_a_delta_of_an_export_with_it_has_it(logs: Path, tmp_path: Path) -> None
     run.export(tmp_path / "base", step=first, onnx=True)
     run.export(tmp_path / "whole", step=last, onnx=True)
     run.export(tmp_path / "delta", step=last, since=tmp_path / "base")
-    hotrow.apply_delta(tmp_path / "base", tmp_path / "delta")
+    hotrow.apply_delta(tmp_path / "base", tmp_path / "delta", tmp_path / "next")
     for path in (tmp_path / "whole").rglob("*.*"):
         if path.suffix == ".pyc":  # Python keeps what it has compiled of model.py
             continue
-        assert path.read_bytes() == (tmp_path / "base" / path.relative_to(tmp_path / "whole")).read_bytes(), path
+        assert path.read_bytes() == (tmp_path / "next" / path.relative_to(tmp_path / "whole")).read_bytes(), path
     assert (tmp_path / "delta/files" / DENSE).exists()
     with pytest.raises(ValueError, match=r"onnx: a delta .* has its files: leave it out"):
         run.export(tmp_path / "delta-2", since=tmp_path / "base", onnx=True)

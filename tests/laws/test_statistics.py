@@ -32,7 +32,7 @@ from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import FOLD_SALT, RandomPlan, uniform_of
 from loops import looped
 from prepare_data import SCHEMA as SCHEMA_OF_EVERY_KIND
-from prepare_data import file_hashes, make_rows, write_parquet
+from prepare_data import file_hashes, make_rows, stopping, write_parquet
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -311,21 +311,11 @@ def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytes
     small = prepared(rows, tmp_path / "small", split="random", **options)
     code_of = codes(rows, "random")
     np.testing.assert_array_equal(stored(small, code_of), stored(wanted, code_of))
-    plain = pipeline.Stages._drawn
     for stage in ("count", "encode"):
         for number in (0, 1, 5, 9):
-
-            def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
-                for i, piece in enumerate(plain(stages, name, *given)):
-                    if (name, i) == (stage, number):  # noqa: B023
-                        stages._stop.set()
-                    yield piece
-
             folder = tmp_path / f"{stage}{number}"
-            with monkeypatch.context() as patched:
-                patched.setattr(pipeline.Stages, "_drawn", reported)
-                with pytest.raises(Interrupted):
-                    prepared(rows, folder, split="random", **options)
+            with stopping(stage, number):
+                prepared(rows, folder, split="random", **options)
             again = prepared(rows, folder, split="random", **options)
             assert (again.info.splits, again.info.files) == (small.info.splits, small.info.files)
 
@@ -549,18 +539,8 @@ def test_a_lag_in_any_order_in_small_chunks_and_after_a_stop(tmp_path: Path, mon
         write(each, tmp_path / name)
     prepare_lagged(tmp_path / "whole", options)
     wanted, options = PackedDataset.open(tmp_path / "whole" / "out").info, options | {"rows_per_chunk": 32}
-    plain = pipeline.Stages._drawn
-
-    def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
-        for i, piece in enumerate(plain(stages, name, *given)):
-            if (name, i) == ("encode", 17):
-                stages._stop.set()
-            yield piece
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline.Stages, "_drawn", reported)
-        with pytest.raises(Interrupted):
-            prepare_lagged(tmp_path / "stop", options)
+    with stopping("encode", 17):
+        prepare_lagged(tmp_path / "stop", options)
     for name in ("chunks", "shuffled", "stop"):
         prepare_lagged(tmp_path / name, options)
     for name in ("chunks", "shuffled", "stop"):

@@ -1,7 +1,6 @@
 """Files as other tools write them: odd line ends, headers, formats and pipes, read to the right values or named."""
 
 import gzip
-import importlib.util
 import os
 import pickle
 import threading
@@ -26,6 +25,7 @@ from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import CsvSpec, parse_schema
+from hotrow.export.score import load_module
 from loops import looped
 from raw_rows import read
 
@@ -286,10 +286,7 @@ def test_joined_lists_are_told_from_ids(separator: str, prefix: str, tmp_path: P
     assert read(ColumnsSource(frame, schema))["tags"] == lists
     run = hotrow.fit(frame, label="y", run=tmp_path / "run", quiet=True, max_steps=2, threads=1)
     run.export(tmp_path / "export")
-    spec = importlib.util.spec_from_file_location("score", tmp_path / "export" / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(tmp_path / "export" / "score.py")
     scores = module.Scorer(tmp_path / "export").score(frame.to_pydict()).numpy()
     assert scores == pytest.approx(run.predict(frame), rel=1e-5)
 

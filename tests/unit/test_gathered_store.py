@@ -20,7 +20,7 @@ from hotrow.placement import budget, store_file
 from hotrow.placement.budget import Memory, TableDemand, place_bytes
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_store
 from hotrow.tables import TableConfig
-from store_rig import each_io
+from store_rig import each_io, read_rows
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
@@ -36,12 +36,6 @@ def write(store: Store, rows: np.ndarray, values: np.ndarray) -> None:
     store.write(rows, np.arange(len(rows)), [values])
 
 
-def read(store: Store, rows: np.ndarray) -> np.ndarray:
-    out = np.zeros((len(rows), store.rows.record_bytes), np.uint8)
-    store.read(rows, np.arange(len(rows)), [out])
-    return out
-
-
 @each_io
 def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> None:
     """640 rows of which hardly two share a page: ten pages of 64, where each took an I/O of its own."""
@@ -53,7 +47,7 @@ def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> Non
             write(store, rows, values)
             store.flush()
             counts[kind] = store.counters()
-            np.testing.assert_array_equal(read(store, rows), values)
+            np.testing.assert_array_equal(read_rows(store, rows), values)
     assert [counts["gathered"][name] for name in ("written_bytes", "read_modify_writes")] == [163_840, 0]
     # A page takes two where its units lie in two pieces of waiting memory, of 64 KiB, and the first is written at once.
     assert 10 <= counts["gathered"]["writes"] <= 10 + 163_840 // (1 << 16) + 1
@@ -69,7 +63,7 @@ def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> No
     with open_store(table, kind="gathered", path=tmp_path / "rows", engines=engines) as store:
         write(store, rows, values)
         store.flush()
-        np.testing.assert_array_equal(read(store, rows), values)
+        np.testing.assert_array_equal(read_rows(store, rows), values)
         counts = store.counters()
     assert counts["written_bytes"] == 163_840
     assert 40 <= counts["writes"] <= 40 + 163_840 // (1 << 16) + 1  # likewise
@@ -92,7 +86,7 @@ def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int)
             truth[rows] = g.integers(0, 256, (len(rows), record_bytes), dtype=np.uint8)
             write(store, rows, truth[rows])
             seen = g.integers(0, num_rows, 500)
-            np.testing.assert_array_equal(read(store, seen), truth[seen])
+            np.testing.assert_array_equal(read_rows(store, seen), truth[seen])
         counts = store.counters()
         written = {name: counts[name] - before[name] for name in ("writes", "read_modify_writes", "written_rows")}
         ios = (written["writes"] + written["read_modify_writes"]) / written["written_rows"]
@@ -103,7 +97,7 @@ def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int)
         store.flush()
         assert store.counters()["held_bytes"] == 0
         every = np.arange(num_rows)
-        np.testing.assert_array_equal(read(store, every), truth)
+        np.testing.assert_array_equal(read_rows(store, every), truth)
         assert store.path is not None
         assert store.path.stat().st_blocks * 512 <= store.padded_record_bytes * (num_rows + 2 * 255) + 64 * 1024
 
@@ -137,7 +131,7 @@ def test_a_failed_read_names_its_row(tmp_path: Path, io: str) -> None:
     store.flush()
     store.native.inject(False, 1, errno.EIO)
     with pytest.raises(StoreError, match=r"reading row 41000 of table 'item' in .*Input/output error"):
-        read(store, np.array([41_000]))
+        read_rows(store, np.array([41_000]))
     with pytest.raises(StoreError, match="reading row 41000"):
         store.close()
 
@@ -173,7 +167,7 @@ def test_rows_too_long_for_a_disks_sectors_have_their_own_places(
     with open_rows(tmp_path, "threads", 50, 2052) as store:
         write(store, np.arange(50), values)
         assert store.kind == kind
-        np.testing.assert_array_equal(read(store, np.arange(50)), values)
+        np.testing.assert_array_equal(read_rows(store, np.arange(50)), values)
 
 
 def test_auto_gathers_where_there_is_room() -> None:

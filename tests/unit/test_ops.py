@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forked import run_forked
+from forked import resident_bytes, run_forked
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
 from hotrow.kernels.types import Layout
@@ -161,9 +161,6 @@ def test_allocate_gives_zeros_that_live_as_long_as_the_tensor() -> None:
 
 @needs_native
 def test_allocate_aligns_to_huge_pages_and_gives_memory_back() -> None:
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
     assert ops.allocate(1 << 19, 4).data_ptr() % (1 << 21) == 0
     before = resident_bytes()
     for _ in range(20):
@@ -251,10 +248,6 @@ def test_pages_of_a_step_are_used_again_but_never_twice_at_once() -> None:
 @needs_native
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc tells the resident memory here")
 def test_at_most_half_a_gibibyte_of_pages_is_kept() -> None:
-    def resident_bytes() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE")
-
     before = resident_bytes()
     arrays = [ops.empty(1 << 26).fill_(1.0) for _ in range(3)]  # 256 MiB each
     assert resident_bytes() - before > 700 << 20

@@ -36,12 +36,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.door import check_folder, is_taken, is_there, make_folder, open_file, read_file
-from hotrow.base.files import (
-    atomic_write,
-    check_name,
-    check_room,
-    take_room,
-)
+from hotrow.base.files import atomic_write, check_name, check_room, take_room
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
 from hotrow.data.chunk import keys_from_arrow, keys_to_arrow
@@ -389,35 +384,19 @@ def _check_next(delta: Delta, path: Path, export: Path) -> tuple[str, ...]:
 # ---- applying a delta
 
 
-def read_delta(path: Path) -> Delta:
-    """Returns what delta.json says. Raises ValueError if there is none, or if it was altered."""
-    if not is_taken(path / DELTA):
-        raise ValueError(f"{path} is not a delta, or half of one: it has no {DELTA}; {_CURE}")
-    return _DOCUMENT.read(path / DELTA)
-
-
 def verify_delta(path: Path) -> int:
     """Compares every file of a delta with its size and crc32; returns the bytes read.
 
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
+    if not is_taken(path / DELTA):
+        raise ValueError(f"{path} is not a delta, or half of one: it has no {DELTA}; {_CURE}")
     check_folder(path, files=(DELTA,), folders=_PARTS)
-    delta = read_delta(path)
+    delta = _DOCUMENT.read(path / DELTA)
     num_bytes = verify_files(path, delta.files, said_by=DELTA, cure=_CURE)
     if f"{_FILES}/{EXPORT}" not in delta.files or checksum_of(path / _FILES) != delta.result:
         raise ValueError(f"{path / DELTA}: result is not the checksum of {_FILES}/{EXPORT}; {_CURE}")
     return num_bytes
-
-
-def check_next(export: Path, path: Path) -> tuple[Delta, tuple[str, ...]]:
-    """Verifies the delta in `path`; returns what it says, and the chain of `export`, whose next delta it is.
-
-    Raises ValueError, which says what to do, if it is another one or damaged.
-    """
-    found = read_delta(path)
-    check_folder(export, folders=FOLDERS)
-    verify_delta(path)
-    return found, _check_next(found, path, export)
 
 
 def apply_delta(export: Path | str, delta: Path | str, out: Path | str) -> dict[str, Any]:
@@ -428,7 +407,10 @@ def apply_delta(export: Path | str, delta: Path | str, out: Path | str) -> dict[
     ValueError, which says what to do, if the delta is not the next one or a file is damaged.
     """
     export, path = Path(export).resolve(), Path(delta)
-    found, exports = check_next(export, path)
+    verify_delta(path)
+    found = _DOCUMENT.read(path / DELTA)
+    check_folder(export, folders=FOLDERS)
+    exports = _check_next(found, path, export)
     with whole.becoming(Path(out), "export", whole.OWN_NAMES, FOLDERS, doing=f"applying {path}") as partial:
         whole.verify_export(export, unread=("tables/",))
         with _explaining(path):

@@ -1,1 +1,1 @@
-"""Scores behind requests: an export opened without loading its tables, brought forward by deltas, and served."""
+"""Scores behind requests: an export opened without loading its tables, served, and followed to newer versions."""

@@ -50,7 +50,7 @@ FOLLOW_S = 1.0
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
 NESTING = {list, dict}
-_SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
+FIELDS = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
 
 
 class RefusedError(ValueError):
@@ -105,8 +105,8 @@ def make_app(scorer: Scorer, *, hosts: Collection[str] | None = None) -> FastAPI
     async def guard(request: Request) -> None:
         _check_host(request, hosts)
 
-    own: dict[str, Any] = {"docs_url": None, "redoc_url": None, "dependencies": [Depends(guard)]}
-    app = FastAPI(title="hotrow", version=__version__, **own)
+    guarded = [Depends(guard)]
+    app = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None, dependencies=guarded)
     meter = Meter()
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
@@ -119,7 +119,7 @@ def make_app(scorer: Scorer, *, hosts: Collection[str] | None = None) -> FastAPI
                 raise RefusedError(503, f"{MAX_WAITING} requests are being answered; try again later")
             meter.waiting, is_waiting = meter.waiting + 1, True
             loop = asyncio.get_running_loop()
-            code, found = 200, await loop.run_in_executor(scoring, lambda: score(**_parsed(body, _SCORE)))
+            code, found = 200, await loop.run_in_executor(scoring, lambda: score(**_parsed(body)))
         except ValueError as error:
             text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
             code, found = getattr(error, "code", 400), {"error": text}
@@ -236,23 +236,23 @@ def _check_host(request: Request, hosts: Collection[str] | None) -> None:
         raise RefusedError(403, f"Host is {name[:80]!r}; send an address or {', '.join(sorted(hosts))}, or set --host")
 
 
-def _parsed(body: bytearray, fields: dict[str, Any]) -> dict[str, Any]:
+def _parsed(body: bytearray) -> dict[str, Any]:
     """Returns the fields of a body. Raises ValueError, which names what is wrong."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"{word} is not a JSON number; write null for a missing value")
 
-    known = ", ".join(fields) or "none"
+    known = ", ".join(FIELDS)
     try:
-        found = json.loads(body or b"{}", parse_constant=refuse, parse_float=json_float)
+        found = json.loads(body, parse_constant=refuse, parse_float=json_float)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"the body is not a JSON object with the fields {known}")
     for name, value in found.items():
-        if name not in fields:
+        if name not in FIELDS:
             raise ValueError(f"there is no field {name[:80]!r}; the fields are {known}")
-        if not isinstance(value, fields[name]):
+        if not isinstance(value, FIELDS[name]):
             raise ValueError(f"{name} is a {type(value).__name__}, which it may not be")
     return found
 
