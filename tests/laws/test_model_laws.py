@@ -360,7 +360,8 @@ def test_an_export_computes_the_same(data: Path, tmp_path: Path, model: str, pai
             ours, theirs = parts.model(batch.dense, rows), exported(batch.dense, rows)
         assert float(ours.std()) > 0
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * float(ours.abs().max()) + 1e-6, msg=str(options))
-        assert torch.equal(definition.scores(ours), parts.objective.scores(ours))
+        # torch's sigmoid may differ in the last bit from hotrow's, which gives a score the same bits beside any others.
+        torch.testing.assert_close(definition.scores(ours), parts.objective.scores(ours), rtol=2e-7, atol=0)
 
 
 def trained_alone(
