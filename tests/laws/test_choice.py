@@ -115,6 +115,7 @@ def test_a_stopped_choice_goes_on_and_labels_of_the_test_change_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(several, "usable_cores", lambda: 2)
+        patch.setattr(several, "FEW_STEPS", 0)
         patch.setattr(several, "_process", process)
         with pytest.raises(KeyboardInterrupt):
             fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))

@@ -20,16 +20,20 @@ Job: TypeAlias = tuple[RunFolder, Config, bool]
 """A run to train, and whether it says nothing."""
 LOOK_S = 0.02
 """Between two looks at the processes."""
+FEW_STEPS = 2000
+"""So many steps of a small model are taken before processes that would share them have started."""
 
 
 def trained_beside(jobs: Sequence[Job]) -> Sequence[Job]:
     """Trains several runs, as many at a time as there are cores for their threads; returns those that are left to this
-    process: a single one, all if there is one core, and those whose process failed, so that their error is raised here.
+    process: a single one, all if there is one core or few steps, and those whose process failed, so that their error is
+    raised here.
 
     The first signal ends the processes at once, so that their runs have to begin anew; nothing is left then.
     """
     threads = max(default_threads() if (some := config.train.threads) == "auto" else some for _, config, _ in jobs)
-    if (places := min(usable_cores() // threads, len(jobs))) < 2:
+    steps = sum(config.optimizer.schedule.decay_steps or 0 for _, config, _ in jobs)
+    if (places := min(usable_cores() // threads, len(jobs))) < 2 or steps < FEW_STEPS:
         return jobs
     for own, config, _ in jobs:
         own.write_config(config.to_yaml())
