@@ -121,6 +121,7 @@ def test_a_stopped_choice_goes_on_and_labels_of_the_test_change_nothing(
             fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))
         other = fit(tmp_path / "run", clicks(slice(N * 9 // 10, N)))
     assert begun[:4] == [SHORT[::2], SHORT[1:2]] * 2
+    assert "failed: it is trained again" in (other.path / "selection" / SHORT[0] / "log.txt").read_text()
     assert weights(other) == weights(chosen) and outcomes(other) == outcomes(chosen)
     assert other.metrics != chosen.metrics, "the test rows have other labels"
     begun = [name for name, _ in trained]

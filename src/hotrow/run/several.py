@@ -48,7 +48,10 @@ def trained_beside(jobs: Sequence[Job]) -> Sequence[Job]:
                 process.wait()
         if interrupt.signal is not None:
             return []
-    return [job for job in jobs if RunFolder.open(job[0].path).record.status != "finished"]
+    left = [job for job in jobs if RunFolder.open(job[0].path).record.status != "finished"]
+    for own, _, _ in left:
+        own.log("the process that trained it, or one before it, failed: it is trained again in that of `fit`")
+    return left
 
 
 def _process(folders: Sequence[str]) -> subprocess.Popen[bytes]:
