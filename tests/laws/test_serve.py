@@ -34,7 +34,7 @@ import pytest
 import safetensors.torch
 import torch
 from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
-from test_sizes import peak_below
+from test_sizes import memory, peak_below
 
 import hotrow
 import mutate_sealed
@@ -494,8 +494,8 @@ def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
     make(tmp_path / "out", 4_000_000)
     rng, found = np.random.default_rng(0), dict[str | None, int]()
     sizes = {name: Vocabulary.open(tmp_path / "out/encoder/vocab" / name).num_keys for name in LARGE}
-    for memory in ("32MiB", None):
-        scorer = hotrow.Scorer(tmp_path / "out", memory=memory)
+    for budget in ("32MiB", None):
+        scorer = hotrow.Scorer(tmp_path / "out", memory=budget)
         before, most = mapped.mapped_bytes(), 0
         for _ in range(1500):
             rows = {name: rng.integers(1, size, 10) for name, size in sizes.items()}
@@ -503,7 +503,7 @@ def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
             scorer.score(hexed)
             most = max(most, mapped.mapped_bytes() - before)
         assert not sum(scorer.seen.columns[name]["unknown"] for name in LARGE)
-        found[memory] = most
+        found[budget] = most
     assert found["32MiB"] < 48 << 20 and found[None] > 150 << 20, found
 
 
@@ -782,16 +782,19 @@ def test_whatever_an_export_says_it_scores_or_is_refused_by_name(export: Path, t
     """A field of export.json is changed, renamed or removed, and its checksum is made right again, as anybody can."""
     other, rng, rows = tmp_path / "other", random.Random(num_cases), rows_of(some(5))
     shutil.copytree(export, other)
-    num_refused = 0
-    for _ in range(num_cases):
+    num_files, num_refused, before = len(list(tmp_path.rglob("*"))), 0, 0
+    for case in range(num_cases):
         shutil.copyfile(export / "export.json", other / "export.json")
-        what = mutate_sealed.change_json(other / "export.json", rng)
+        what, start = mutate_sealed.change_json(other / "export.json", rng), time.process_time()
         try:
             hotrow.Scorer(other).score(rows)
         except ValueError as error:
             assert str(other) in str(error), what
             num_refused += 1
-    assert num_refused > num_cases / 4
+        assert time.process_time() - start < 2, what
+        before = memory("VmRSS") if case == num_cases // 3 else before  # what is loaded at first use stays
+    assert num_refused > num_cases / 4 and len(list(tmp_path.rglob("*"))) == num_files
+    assert memory("VmRSS") - before < 50 << 20
 
 
 def mutated(file: Path, others: list[Path], rng: random.Random) -> str:
@@ -818,7 +821,8 @@ def test_an_export_with_other_bytes_is_an_error_or_scores(export: Path, tmp_path
     """As it lies there, sizes and checksums tell; if export.json has the new ones, what it says of the file does."""
     other, rng, rows = tmp_path / "other", random.Random(num_cases), rows_of(some(5))
     shutil.copytree(export, other)
-    files, num_refused = sorted(path for path in export.rglob("*") if path.is_file()), 0
+    files, num_refused, before = sorted(path for path in export.rglob("*") if path.is_file()), 0, 0
+    num_files = len(list(tmp_path.rglob("*")))
     for case in range(num_cases):
         file = other / rng.choice(files).relative_to(export)
         how = mutated(file, files, rng)
@@ -826,6 +830,7 @@ def test_an_export_with_other_bytes_is_an_error_or_scores(export: Path, tmp_path
         if is_sealed:
             name, record = file.relative_to(other).as_posix(), asdict(file_record(file))
             reseal(other / "export.json", lambda about, name=name, record=record: about["files"].update({name: record}))
+        start = time.process_time()
         try:
             assert hotrow.Scorer(other).score(rows).shape == (5,)
         except ValueError as error:
@@ -835,6 +840,9 @@ def test_an_export_with_other_bytes_is_an_error_or_scores(export: Path, tmp_path
             # Tables are not read when they are opened: of them only the sizes are compared.
             same = not is_sealed and file.read_bytes() == (export / file.relative_to(other)).read_bytes()
             assert is_sealed or same or "tables" in file.parts, (case, file.name, how)
+        assert time.process_time() - start < 2, (case, file.name, how)
+        before = memory("VmRSS") if case == num_cases // 3 else before
         for path in (file, other / "export.json"):
             shutil.copyfile(export / path.relative_to(other), path)
-    assert num_refused > num_cases / 3
+    assert num_refused > num_cases / 3 and len(list(tmp_path.rglob("*"))) == num_files
+    assert memory("VmRSS") - before < 50 << 20

@@ -319,10 +319,10 @@ def _identity(
 
 
 def _known(folder: Path, identity: dict[str, Any]) -> Ingested:
-    """What an earlier call has left of the same rows; files of others are removed."""
+    """What an earlier call has left of the same rows; files of others, and a record of rows without parts, go."""
     with suppress(FileNotFoundError):
         found = _DOCUMENT.read(folder / RECORD)
-        if found.identity == identity:
+        if found.identity == identity and (found.parts or not found.num_rows or identity["sample"]):
             return found
     remove(folder)
     make_folder(folder)
