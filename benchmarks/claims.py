@@ -40,13 +40,13 @@ BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- 
 CLAIMS_HEAD = """\
 # Claims
 
-What the papers behind hotrow claim, and what we measured of it. The page is generated from
-benchmarks/claims.yaml, docs/measurements/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
+For readers of the papers behind hotrow: what each claims, beside what we measured. The page of each paper adds the
+command, machine and date of our figures, what is built and what differs; [benchmarks.md](benchmarks.md) says how they
+were measured.
 
 "Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
-figures of a row come from different machines and were taken against different peers. The page of each paper has the
-command, machine and date of ours, and says what is built and what differs; how ours were measured is in
-[benchmarks.md](benchmarks.md)."""
+figures of a row come from different machines and peers. `python -m benchmarks.claims` makes the page from
+benchmarks/claims.yaml and the JSON files beside it."""
 NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 
 

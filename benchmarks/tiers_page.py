@@ -155,7 +155,7 @@ def tiers_row(name: str, found: ByProcessor) -> list[str]:
         return "" if target is None else held(f"{target:.0%}", holds=cell["relative_speed"] >= target, of=cell)
 
     return [
-        name.removeprefix("tiers_"),
+        name,
         measured(found),
         verdict(found, promise),
         text("hit_rate", "{:.1f}", 100, "%"),
