@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.bench import is_disturbed
 from benchmarks.hot_lab import interval
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
@@ -30,6 +29,7 @@ from benchmarks.processors import (
 )
 from benchmarks.ranks_page import ranks_tables
 from benchmarks.results import Cell, Reports, is_named, over_processors
+from benchmarks.rounds import is_disturbed
 from benchmarks.step_shapes import SHAPES, STEP_OVER_FLOOR
 from benchmarks.tiers_page import tiers_sentence, tiers_tables
 
@@ -55,6 +55,7 @@ promises that are not held, how a figure is made, and a section for each benchma
 
 Measured on:
 """
+NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 METHOD = """\
 ## How a figure is made
 
@@ -157,13 +158,6 @@ def cell_row(name: str, found: ByProcessor) -> list[str]:
     return [name, best(found)["peer"], measured(found), milliseconds(found.values()), share(found), "; ".join(promise)]
 
 
-def kernel_tables(found: Found) -> list[str]:
-    """Kernels; cells measured before their promise was written down have it too."""
-    return cell_tables(
-        {name: {p: {**promises(name), **cell} for p, cell in own.items()} for name, own in found.items()}
-    )
-
-
 def peers_and_steps(found: Found) -> list[str]:
     """Whole training steps below a list of the peers."""
     return [*(f"- `{name}`: {title}" for name, title in peers_of(found).items()), "", *step_tables(found)]
@@ -197,9 +191,14 @@ def step_row(shape: str, peers: list[str], found: Found) -> Iterator[list[str]]:
     """The row of a shape, if it was measured."""
     own = {parts_of(name)[1]: cells for name, cells in found.items() if parts_of(name)[0] == shape}
     if own:
-        texts = ["; ".join(filter(None, (measured(own[p]), verdict(own[p], promised)))) for p in peers if p in own]
+        texts = [step_text(own[peer]) if peer in own else "" for peer in peers]
         cells = [cell for by_processor in own.values() for cell in by_processor.values()]
         yield [shape, *texts, milliseconds(cells), over_floor(own)]
+
+
+def step_text(found: ByProcessor) -> str:
+    """The ratio to one peer, and what is promised of it."""
+    return "; ".join(filter(None, (measured(found), verdict(found, promised))))
 
 
 def over_floor(by_peer: Found) -> str:
@@ -218,8 +217,8 @@ def profile_tables(found: Found) -> list[str]:
     """Our own steps part by part: whole training steps, then embeddings alone."""
     steps = {name: own for name, own in found.items() if "dense_share" in best(own)}
     names = ("products", "rows", "interaction", "outside kernels", "beyond limits")
-    columns = ("step", *names, "products / dense part")
-    lines = table(heads(columns, left=(0, 6)), [profile_row(name, own) for name, own in steps.items()])
+    rows = [profile_row(name, own) for name, own in steps.items()]
+    lines = table(heads(("step", *names, "products / dense part"), left=(0, 6)), rows)
     alone = [
         [name, generation(processor), *alone_texts(cell)]
         for name, own in found.items()
@@ -372,7 +371,6 @@ SECTIONS = {
         "Kernels",
         "`8x50`: 8 tables of 1M rows, dim 64, 50 ids per bag; `26x1`: 26 tables of 200,000 rows, one id each. Batches "
         "of 2,048. `odd` are shapes at the ends of what people have; no kernel may be slower there than the peer.",
-        kernel_tables,
     ),
     "end_to_end": Section(
         "Whole training steps",
@@ -458,13 +456,23 @@ SECTIONS = {
 """Benchmarks in the order of the page. One that is not here comes last, with its plain table."""
 
 
+def with_promises(reports: Reports) -> Found:
+    """The cells of some reports; those measured before their promise was written down have it too."""
+    return {
+        name: {processor: {**promises(name), **cell} for processor, cell in own.items()}
+        for name, own in over_processors(reports).items()
+    }
+
+
 def benchmarks_page(reports: Reports) -> str:
     """docs/measurements/benchmarks.md."""
-    cells = over_processors(reports)
+    if not reports:
+        return f"# Benchmarks\n\n{NOT_MEASURED}"
+    cells = with_promises(reports)
     lines = [HEAD, *machine_lines(cells), "", *summary(cells), "", *missed_lines(cells), "", METHOD]
     for name in [*(name for name in SECTIONS if name in reports), *(reports.keys() - SECTIONS.keys())]:
         title, about, tables = SECTIONS.get(name, Section(name, ""))
-        found = over_processors({name: reports[name]})
+        found = with_promises({name: reports[name]})
         begin = [where(found), "", about] if about else []
         lines += ["", f"## {title}", "", *begin, "", *tables(found)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.benchmarks_page import benchmarks_page, huge_sentence, score
+from benchmarks.benchmarks_page import NOT_MEASURED, benchmarks_page, huge_sentence, score
 from benchmarks.hot_lab import interval
 from benchmarks.markdown import span, table
 from benchmarks.processors import FIGURES_OF_SPEED, ByProcessor, best, factor, figure, range_of, spread_of
@@ -47,7 +47,6 @@ were measured.
 "Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
 figures of a row come from different machines and peers. `python -m benchmarks.claims` makes the page from
 benchmarks/claims.yaml and the JSON files beside it."""
-NOT_MEASURED = "Not measured yet: `make bench` fills this in.\n"
 
 
 def claim_cells(claim: dict[str, Any], cells: dict[str, ByProcessor]) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.bench import how_clean
 from benchmarks.hot_quality import link_table, quality_table
 from benchmarks.markdown import heads, held, table
 from benchmarks.processors import Found, best, where
+from benchmarks.rounds import how_clean
 
 
 def hot_tables(found: Found) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.bench import is_disturbed
 from benchmarks.markdown import heads, table
 from benchmarks.processors import Found
+from benchmarks.rounds import is_disturbed
 
 WAYS = ("equal", "by_size", "by_density", "counts")
 

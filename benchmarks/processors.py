@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.bench import is_disturbed
 from benchmarks.markdown import across
 from benchmarks.results import Cell
+from benchmarks.rounds import is_disturbed
 
 ByProcessor = dict[str, Cell]
 """What was measured of one cell, by processor."""
