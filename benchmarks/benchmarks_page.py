@@ -436,9 +436,9 @@ SECTIONS = {
     "block_store": Section(
         "The store of rows on disk",
         "1M records of 512 bytes, past the page cache: 8,192 random rows read (`read`), or half of them written "
-        "(`mixed`). `written` is space with data, `holes` space of a sparse file. `vs_bare`: a bare io_uring loop of "
-        "depth 128 that takes 1 or 32 completions at a time, so the ratio is our share of what the disk gives. "
-        "`threads`: our thread pool beside our io_uring.",
+        "(`mixed`; 2,048 in holes). `written` is space with data, `holes` space of a sparse file. `vs_bare`: a bare "
+        "io_uring loop of depth 128 that takes 1 or 32 completions at a time, so the ratio is our share of what the "
+        "disk gives. `threads`: our thread pool beside our io_uring.",
     ),
     "plan": Section(
         "The plan of memory",
