@@ -142,14 +142,13 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         rows.append([*what, *shares, auc, told, promise, loss])
     text = (
         "An epoch of turns of cold and hot batches, whose rate follows the validation loss, beside one in shuffled "
-        "order from the same weights. Dim 16, row-wise Adagrad. `criteo`: the 80,000 real rows with a DLRM, half of "
+        "order from the same weights; dim 16, row-wise Adagrad. `criteo`: the 80,000 real rows with a DLRM, half of "
         "the tables' bytes hot, chosen so that most samples are. `synthetic`: clicks of Criteo Kaggle's shape with a "
         "planted teacher and a DLRM, a fifth of the bytes hot, by counts. `taobao`: two hours of real clicks with a "
-        "TBSM, its layers at the published rate, hot rows as for `criteo`.\n\n"
-        "Pairs are shuffled / turns, means over seeds. The difference is paired by seed; the brackets hold its 95 % "
-        "interval (Student's t). `window of 4`: no turns, but of every four batches the hot ones come first. Rates "
-        "fall: the share of the steps, at the end, over which learning rates fall as in the reference DLRM. Clicks: "
-        "the share of hot samples and of cold ones with a click."
+        "TBSM, its layers at the published rate, hot rows as for `criteo`. `window of 4`: no turns, but the hot ones "
+        "of every four batches come first. "
+        "Rates fall over that share of the steps, at the end. Pairs are shuffled / turns, means over seeds; the "
+        "difference is paired by seed, with its 95 % interval (Student's t)."
     )
     head = ("data", "samples", "first rate", "rates fall", "seeds", "hot samples")
     head = (*head, "clicks, hot / cold", "swaps", "AUC", "difference", "promised", "LogLoss")
@@ -173,11 +172,10 @@ def link_table(cells: list[dict[str, Any]]) -> list[str]:
     slots = best_ratio(cell, (SLOTS,))
     bar = f"at least {cell['least_ratio']:g}x"
     text = (
-        "Bytes over the link to a fast device in an epoch on the same real rows, dim 16, SGD; the hybrid (pooled rows "
-        f"over, their gradients back) takes {cell['budgets'][0]['hybrid_bytes'] / 1e6:.0f} MB. `exact`, `covering`: "
-        "turns of 50 %, by the formulas of benchmarks/hot_lab.py. `slots`: mixed batches of "
-        f"{LINK_BATCH:,} through slots on the device (hotrow.DeviceMemory), by benchmarks/hot_lab.py, which a run's "
-        f"moves equal. With half of the bytes there, "
+        "An epoch on the same real rows, dim 16, SGD; the hybrid (pooled rows over, their gradients back) takes "
+        f"{cell['budgets'][0]['hybrid_bytes'] / 1e6:.0f} MB. `exact`, `covering`: turns of 50 %. `slots`: mixed "
+        f"batches of {LINK_BATCH:,} through slots on the device (hotrow.DeviceMemory). Bytes are counted by "
+        "benchmarks/hot_lab.py, which the moves of a run equal for slots. With half of the bytes there, "
         f"turns {held(bar, holds=turns >= cell['least_ratio'])} ({turns:.2f}x), "
         f"slots {held(bar, holds=slots >= cell['least_ratio'])} ({slots:.2f}x)."
     )

@@ -138,27 +138,22 @@ SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_qu
 # ---- the page in docs/
 
 CHART = "hot-study.svg"
-COVERAGE = {
-    "data": "name", "hot by": "rows", "amount": "amount", "hot MB": "hot_mb", "of the tables": "share",
-    "hot rows": "hot_rows", "hot samples": "hot_samples", "MB over the link": "link_mb",
-    "times fewer than the hybrid": "ratio",
-}  # fmt: skip
-CACHED = {
-    "data": "name", "amount": "amount", "MB on the device": "slot_mb", "rows that were there": "hit_rows",
+THRESHOLDS = {
+    "data": "name", "threshold": "amount", "of the tables' bytes": "share", "hot samples": "hot_samples",
     "MB over the link": "link_mb", "times fewer than the hybrid": "ratio",
 }  # fmt: skip
+CACHED = {
+    "data": "name", "amount": "amount", "rows that were there": "hit_rows", "MB over the link": "link_mb",
+    "times fewer than the hybrid": "ratio",
+}  # fmt: skip
 QUALITY = {
-    "data": "name", "schedule": "schedule", "seeds": "seeds", "steps": "steps", "that learned nothing": "unlearned",
-    "AUC": "auc", "difference": "auc_difference", "sd over seeds": "auc_sd", "LogLoss": "logloss",
-    "accuracy": "accuracy", "epochs to the same AUC": "epochs",
+    "data": "name", "schedule": "schedule", "hot samples": "hot_samples", "swaps": "swaps", "AUC": "auc",
+    "difference": "auc_difference", "sd over seeds": "auc_sd", "LogLoss": "logloss", "accuracy": "accuracy",
+    "epochs to the same AUC": "epochs", "times fewer than the hybrid": "ratio", "copying, of training": "sync_share",
+    "seconds": "seconds",
 }  # fmt: skip
-COST = {
-    "data": "name", "schedule": "schedule", "hot samples": "hot_samples", "swaps": "swaps",
-    "copying, of training": "sync_share", "MB over the link": "link_mb", "times fewer than the hybrid": "ratio",
-    "seconds on this CPU": "seconds", "modelled seconds on the link": "modelled",
-}  # fmt: skip
-TABLES = {"coverage": (COVERAGE,), "cached": (CACHED,), "quality": (QUALITY, COST)}
-"""The tables of each kind of cell: their heads, and the fields of SHOWN below them."""
+TABLES = {"cached": CACHED, "quality": QUALITY}
+"""The table of each kind of cell: its heads, and the fields of SHOWN below them."""
 KEPT = (
     "key", "group", "kind", "name", "rows", "amount", "small_table", "budget_bytes", "hot_bytes", "hot_rows",
     "hot_samples", "table_bytes", "calibrate_s", "classify_s", "link_bytes", "sync_bytes", "hybrid_bytes",
@@ -172,18 +167,20 @@ KEPT = (
 HEAD = """\
 # Hot rows study
 
-For readers who ask whether hot batches are worth it. This page shows how few rows serve whole samples, what that
-saves on the link to a fast device, and what training hot and cold batches in turns does to quality. How it was
-measured is in [Studies](../study.md#hot).
+For readers who ask whether hot batches are worth it: how few rows serve whole samples, what that saves on the link to a
+fast device, and what training hot and cold batches in turns does to quality. How it was measured is in
+[Studies](../study.md#hot).
 
 - `kaggle`, `terabyte` and `avazu` are synthetic samples over tables of those cardinalities, cut to the scale that
   the study names. `criteo` and `taobao` are the real rows of [Locality](locality.md). They are few, so a share of
   their tables holds few rows.
-- No fast device was used. Hot rows were copied to a second memory of the machine, so rows, samples, bytes and
-  quality are measured. Seconds on a link are bytes over its rate, and appear only in the column titled "modelled".
-- "MB over the link" is for one epoch. "The hybrid" has embeddings on the CPU and MLPs on the device.
+- No fast device was used: a second memory of the machine held the hot rows. Rows, samples, bytes and quality are
+  measured; no time on a link is.
+- Bytes over the link are those of one epoch. "The hybrid" has embeddings on the CPU and MLPs on the device; a
+  figure below 1 says that it sends fewer bytes.
 - Pairs are shuffled order / the schedule, means over seeds. Differences are paired by seed, with their standard
-  error.
+  error. `fae R(50)`: turns whose rate begins at 50 and follows the loss; `fixed`: the rate stays; `window`: no turns,
+  but the hot batches of every few come first.
 """
 
 
@@ -203,17 +200,58 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def body_of(report: Mapping[str, Any]) -> list[str]:
-    """Returns one or two tables per group, and what is promised for a GPU."""
+    """Returns a table per group, and what is promised for a GPU."""
     lines = []
     for group in read_preset(PRESET)["groups"]:
-        if rows := [SHOWN[group["kind"]](row) for row in report["cells"] if row["group"] == group["name"]]:
-            lines += ["", f"## {group['name'].capitalize()}", "", group["about"]]
-            for columns in TABLES[group["kind"]]:
-                lines += ["", *table_of(columns, rows, words=("name", "rows", "schedule"))]
+        if own := [row for row in report["cells"] if row["group"] == group["name"]]:
+            lines += ["", f"## {group['name'].capitalize()}", "", group["about"] + seeds_of(own), ""]
+            lines += budgets_table(own) if group["name"] == "budgets" else group_table(group["kind"], own)
     ways = [[line["mode"], line["promised"], line["speedup"]] for line in report["speedups"]]
     heads = {"way": "left", "promised": "left", "speed-up": "right"}
     about = "Times as fast as torch's tables on the CPU with MLPs on the GPU; no cell of this study trains on one."
     return [*lines, "", "## Speed on a GPU", "", about, "", *table(heads, ways)]
+
+
+def group_table(kind: str, rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each cell."""
+    shown = [SHOWN[kind](row) for row in rows]
+    return table_of(TABLES.get(kind, THRESHOLDS), shown, words=("name", "schedule"))
+
+
+def budgets_table(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each share of each table's bytes, with a column for each way to find hot rows."""
+    ways = list(dict.fromkeys(row["rows"] for row in rows))
+    found: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["name"], row["amount"]), {})[row["rows"]] = row
+    lines = []
+    for (name, amount), own in found.items():
+        told = [budget_text(own[way], amount) if way in own else "" for way in ways]
+        lines.append([name, f"{amount:.0%}", megabytes(next(iter(own.values()))["hybrid_bytes"]), *told])
+    heads = {"data": "left", "of the bytes": "right", "hybrid, MB": "right"} | dict.fromkeys(ways, "right")
+    text = (
+        "A cell has the share of hot samples, how many times fewer bytes than the hybrid cross the link, and the share "
+        "of the tables' bytes if the way finds fewer hot rows than fit."
+    )
+    return [text, "", *table(heads, lines)]
+
+
+def budget_text(row: Row, amount: float) -> str:
+    """Returns the hot samples and how many times fewer bytes cross the link, with the bytes if they are fewer."""
+    share = row["hot_bytes"] / row["table_bytes"]
+    less = "" if share > 0.95 * amount else f" with {share:.1%}"
+    return f"{row['hot_samples']:.1%}, {row['hybrid_ratio']:.2f}x{less}"
+
+
+def seeds_of(rows: Sequence[Row]) -> str:
+    """Returns how many seeds and steps the cells of a group have, and those whose scores training did not raise."""
+    if rows[0]["kind"] != "quality":
+        return ""
+    seeds = " or ".join(str(n) for n in sorted({row["seeds"] for row in rows}))
+    steps = {row["name"]: row["num_steps"] for row in rows}
+    told = f" {seeds} seeds; steps: " + ", ".join(f"{name} {n}" for name, n in steps.items()) + "."
+    unlearned = {row["name"]: row["unlearned_seeds"] for row in rows if row["unlearned_seeds"]}
+    return told + "".join(f" {n} seeds of {name} learned nothing." for name, n in unlearned.items())
 
 
 STUDY = StudyDocs("hot", HEAD, KEPT, charts_of, body_of, also_kept=("speedups",))

@@ -35,6 +35,12 @@ def heads(columns: Sequence[str], *, left: Collection[int] = (0,)) -> dict[str, 
     return {name: "left" if k in left else "right" for k, name in enumerate(columns)}
 
 
+def filled(columns: dict[str, str], rows: list[list[Any]]) -> list[str]:
+    """The table without the columns that no row has."""
+    kept = [k for k in range(len(columns)) if any(row[k] != "" for row in rows)]
+    return table({list(columns)[k]: list(columns.values())[k] for k in kept}, [[row[k] for k in kept] for row in rows])
+
+
 def table(columns: dict[str, str], rows: list[list[Any]]) -> list[str]:
     """Markdown lines; `columns` maps each head to "left" or "right"."""
     rule = "|".join({"left": "---", "right": "---:"}[side] for side in columns.values())

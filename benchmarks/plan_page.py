@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import clean_rounds, heads, table
+from benchmarks.markdown import heads, table
+from benchmarks.processors import Found
+from benchmarks.rounds import is_disturbed
 
-TEXT = """\
-Lookups and updates alone, with 1/4, 1/10 or 1/32 of the tables in DRAM: milliseconds per step of each way to divide
-these bytes. The plan is the column *counts*. Its speed is over the best of the other ways, round by round, with the
-middle half of the rounds in brackets. Up to 25 November 2026 the kernel's own threads, which serve the disk, counted as
-other work, so hardly a round was called clean then."""
-WAYS = ("equal", "by_size", "by_density", "counts", "planned")
+WAYS = ("equal", "by_size", "by_density", "counts")
 
 
-def plan_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("cell", "the plan / best other", *(way.replace("_", " ") for way in WAYS), "clean rounds")
-    rows = [[cell["name"], _speed(cell), *(_ms(cell, way) for way in WAYS), clean_rounds(cell)] for cell in cells]
-    return [TEXT, "", *table(heads(columns), rows)]
+def plan_table(found: Found) -> list[str]:
+    columns = ("cell", "the plan / best other", *(way.replace("_", " ") for way in WAYS))
+    rows = [
+        [name, _speed(cell), *(_ms(cell, way) for way in WAYS)] for name, own in found.items() for cell in own.values()
+    ]
+    return table(heads(columns), rows)
 
 
 def _speed(cell: Mapping[str, Any]) -> str:
     low, high = cell["quartiles"][cell["ours"]]
-    return f"{cell['speed'][cell['ours']]:.2f}x ({low:.2f}-{high:.2f})"
+    return f"{cell['speed'][cell['ours']]:.2f}x ({low:.2f}-{high:.2f})" + " (disturbed)" * is_disturbed(cell)
 
 
 def _ms(cell: Mapping[str, Any], way: str) -> str:

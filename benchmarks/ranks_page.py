@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from benchmarks.markdown import clean_rounds, heads, held, table
-
-Cell = Mapping[str, Any]
+from benchmarks.markdown import filled, heads, held, table
+from benchmarks.processors import Found, best, factor, measured, milliseconds, verdict, where
+from benchmarks.results import Cell
 
 
-def ranks_table(cells: Sequence[Cell]) -> list[str]:
+def ranks_tables(found: Found) -> list[str]:
     """What ranks send, how fast they are beside torchrec's, and what the network takes."""
     lines: list[str] = []
-    left = list(cells)
-    for key, make in (
-        ("over_least", wire_lines),
-        ("fewer", pooled_lines),
-        ("tried_ms", torchrec_lines),
-        ("added_cpu_ms", process_lines),
-        ("peer_cpu_ms", mpi_lines),
-        ("not_hidden", link_lines),
+    left = dict(found)
+    for key, title, make in (
+        ("tried_ms", "Beside torchrec", torchrec_lines),
+        ("added_cpu_ms", "Beside one process", process_lines),
+        ("over_least", "Bytes of a step", wire_lines),
+        ("fewer", "Rows or pooled vectors", pooled_lines),
+        ("peer_cpu_ms", "MPI beside gloo", mpi_lines),
+        ("not_hidden", "What the network takes", link_lines),
     ):
-        if own := [cell for cell in left if key in cell]:
-            left = [cell for cell in left if key not in cell]
-            lines += ["", *make(own)]
+        if own := {name: by for name, by in left.items() if key in best(by)}:
+            left = {name: by for name, by in left.items() if name not in own}
+            lines += ["", f"### {title}", "", where(own), "", *make(own)]
     return lines[1:]
+
+
+def cells_of(found: Found) -> list[Cell]:
+    """The cell of each name, of the processor where it is best."""
+    return [best(own) for own in found.values()]
 
 
 def megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.3g}"
 
 
-def wire_lines(cells: Sequence[Cell]) -> list[str]:
+def wire_lines(found: Found) -> list[str]:
     """Bytes of a training step."""
     text = (
-        "Bytes that all ranks together send in a training step, by the kernel's count of their TCP connections. The "
-        "least: every distinct row that a rank lacks comes once, one gradient for each goes back, and 2 (R - 1) / R of "
-        "the dense gradients. Ids are apart."
+        "What R ranks together send in a training step, by the kernel's count of their TCP connections. The least: "
+        "every distinct row that a rank lacks comes once, one gradient for each goes back, and 2 (R - 1) / R of the "
+        "dense gradients. Ids are apart."
     )
     columns = ("cell", "sent without ids, MB", "at least, MB", "sent / least", "promised", "ids, MB")
     rows = [
@@ -49,16 +51,16 @@ def wire_lines(cells: Sequence[Cell]) -> list[str]:
             held(f"at most {cell['most']:.2f}x", holds=cell["over_least"] <= cell["most"]),
             megabytes(cell["ids_bytes"]),
         ]
-        for cell in cells
+        for cell in cells_of(found)
     ]
     return [text, "", *table(heads(columns, left=(0, 4)), rows)]
 
 
-def pooled_lines(cells: Sequence[Cell]) -> list[str]:
+def pooled_lines(found: Found) -> list[str]:
     """Bytes of rows beside those of pooled vectors."""
     text = (
-        "Bytes of the tables' part of a step, ids among them, as hotrow sends rows, and as it sends pooled vectors and "
-        "their gradients: both by the kernel's count."
+        "Bytes of the tables' part of a step, with ids, on 4 ranks that send rows, and on 4 that send pooled vectors "
+        "and their gradients, by the same count."
     )
     columns = ("cell", "rows on every rank", "rows, MB", "pooled, MB", "pooled / rows", "promised of the best")
     rows = [
@@ -72,45 +74,38 @@ def pooled_lines(cells: Sequence[Cell]) -> list[str]:
             if own["prefix"] == cell["prefix"]
             else "",
         ]
-        for cell in cells
+        for cell in cells_of(found)
         for own in cell["by_prefix"]
     ]
     return [text, "", *table(heads(columns, left=(0, 5)), rows)]
 
 
-def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
+def torchrec_lines(found: Found) -> list[str]:
     """Steps beside torchrec's."""
     text = (
-        "Training steps of two processes with one thread each. The losses of the first steps agree within 1e-4. hotrow "
-        "sends rows or pooled vectors, what its planner counts to be fewer bytes. "
-        "torchrec shares its tables row by row or table by table, and exchanges ids ahead or not; the fastest counts. "
-        "CPU: what the busiest rank took of its processor in a step."
+        "Training steps of two processes with one thread each. hotrow sends rows or pooled vectors, whatever its "
+        "planner counts to be fewer bytes. torchrec shares its tables row by row or table by table, and exchanges ids "
+        "ahead or not; the fastest counts. CPU: what the busiest rank took of its processor in a step."
     )
-    columns = (
-        "cell",
-        "peer",
-        "peer / ours",
-        "promised",
-        "ours, ms (CPU)",
-        "peer, ms (CPU)",
-        "over MPI",
-        "clean rounds",
-    )
+    columns = ("cell", "peer", "peer / ours", "promised", "ours, ms", "CPU, ms", "peer's CPU, ms", "over MPI, ms")
+
+    def promise(cell: Cell) -> str:
+        return held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"], of=cell)
+
     rows = [
         [
-            cell["name"],
-            cell["peer"],
-            f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
-            held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"], of=cell),
-            *(_ms(cell, side) for side in ("ours", "peer", "mpi")),
-            clean_rounds(cell),
+            name,
+            best(own)["peer"],
+            measured(own),
+            verdict(own, promise),
+            *(milliseconds(own.values(), key) for key in ("ours_ms", "ours_cpu_ms", "peer_cpu_ms", "mpi_ms")),
         ]
-        for cell in cells
+        for name, own in found.items()
     ]
-    return [text, "", *table(heads(columns, left=(0, 1, 3)), rows)]
+    return [text, "", *filled(heads(columns, left=(0, 1, 3)), rows)]
 
 
-def process_lines(cells: Sequence[Cell]) -> list[str]:
+def process_lines(found: Found) -> list[str]:
     """Steps of ranks beside those of one process."""
     text = (
         "Training steps of processes of one thread over MPI, two unless the cell names more, beside those of one "
@@ -124,39 +119,36 @@ def process_lines(cells: Sequence[Cell]) -> list[str]:
         "ranks, ms (CPU)",
         "one process, ms",
         "CPU added, ms",
-        "clean",
     )
     rows = [
         [
             cell["name"],
-            f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
+            factor(cell),
             held(f"{cell['least']:.2f}x", holds=cell["ratio"] >= cell["least"], of=cell) if cell["least"] else "",
             _ms(cell, "ours"),
             f"{cell['peer_ms']:.1f}",
             f"{cell['added_cpu_ms']:.1f}",
-            clean_rounds(cell),
         ]
-        for cell in cells
+        for cell in cells_of(found)
     ]
     return [text, "", *table(heads(columns, left=(0, 2)), rows)]
 
 
-def mpi_lines(cells: Sequence[Cell]) -> list[str]:
+def mpi_lines(found: Found) -> list[str]:
     """Steps over MPI beside those over gloo."""
     text = (
         "hotrow's training steps over MPI and over gloo, by processes with one thread each, on one machine. CPU: what "
         "the busiest rank took of its processor in a step."
     )
-    columns = ("cell", "gloo / MPI", "MPI, ms (CPU)", "gloo, ms (CPU)", "clean rounds")
+    columns = ("cell", "gloo / MPI", "MPI, ms (CPU)", "gloo, ms (CPU)")
     rows = [
         [
             cell["name"],
-            f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
+            factor(cell),
             _ms(cell, "ours"),
             _ms(cell, "peer"),
-            clean_rounds(cell),
         ]
-        for cell in cells
+        for cell in cells_of(found)
     ]
     return [text, "", *table(heads(columns, left=(0,)), rows)]
 
@@ -167,12 +159,12 @@ def _ms(cell: Cell, side: str) -> str:
     return f"{cell[f'{side}_ms']:.3g}{cpu}" if f"{side}_ms" in cell else ""
 
 
-def link_lines(cells: Sequence[Cell]) -> list[str]:
+def link_lines(found: Found) -> list[str]:
     """What the network takes of a step."""
     text = (
-        "Two ranks in two network namespaces, joined by a link. The same steps are taken over the link, over the link "
-        "without its limit, and without a network, with the other rank's answers noted beforehand. What the network "
-        "takes contains the processor time of the kernel's TCP."
+        "Two ranks in two network namespaces, joined by a link: steps over it, without its limit, and without a "
+        "network, with the other rank's answers noted beforehand. What the network takes contains the processor time "
+        "of the kernel's TCP."
     )
     columns = ("cell", "link, Gbit/s", "step, ms", "unlimited, ms", "no network, ms", "network's share", "promised")
     rows = [
@@ -182,8 +174,7 @@ def link_lines(cells: Sequence[Cell]) -> list[str]:
             *(f"{cell[key]:.3g}" for key in ("link_ms", "unlimited_ms", "without_ms")),
             f"{cell['not_hidden']:.1%} ({cell['spread'][0]:.1%}-{cell['spread'][1]:.1%})",
             held(f"at most {cell['most']:.0%}", holds=cell["not_hidden"] <= cell["most"], of=cell),
-            clean_rounds(cell),
         ]
-        for cell in cells
+        for cell in cells_of(found)
     ]
-    return [text, "", *table(heads((*columns, "clean rounds"), left=(0, 6)), rows)]
+    return [text, "", *table(heads(columns, left=(0, 6)), rows)]

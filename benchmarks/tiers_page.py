@@ -4,66 +4,69 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from benchmarks.markdown import clean_rounds, held, span, table
+from benchmarks.markdown import filled, heads, held, span, table
+from benchmarks.processors import (
+    ByProcessor,
+    Found,
+    best,
+    between,
+    by_processors,
+    generation,
+    measured,
+    verdict,
+)
+from benchmarks.results import Cell
 from hotrow.draw import line_chart
 
-Cell = Mapping[str, Any]
 OVER_MAPPED, OVER_ROCKSDB = "ours over the whole tables mapped", "ours over RocksDB behind an LRU cache"
 
 
-def tiers_table(cells: Sequence[Cell]) -> list[str]:
+def tiers_tables(found: Found) -> list[str]:
     """Training with a part of the tables in DRAM."""
+    steps = {name: own for name, own in found.items() if "relative_speed" in best(own)}
+    lines: list[str] = []
+    for names, group in by_processors(steps).items():
+        rows = [tiers_row(*own) for own in group.items()]
+        lines += ["", f"On {names}:", "", *filled(heads(COLUMNS, left=(0, 2)), rows)]
     text = (
-        "What training costs if only a part of the tables is in DRAM. The model is a DLRM with Criteo Kaggle's MLPs "
-        "and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2,048, SGD, ids Zipf over each table's "
-        "ranks. DRAM is a share of the tables' bytes, and every row is on disk. The process trains in a memory "
-        "cgroup that holds that DRAM, what it used before it had tables, and 64 MiB (128 for RocksDB), page cache "
-        "included.\n\n"
-        "Speed is samples per second relative to all in DRAM, in stretches that alternate: the median, and the range "
-        "of the rounds that count. Losses equal those in DRAM to the bit. After its rounds hotrow saves a "
-        "checkpoint, and 500 steps later the next one with the rows that changed; the table says what that second "
-        "one took and wrote. No round contains a checkpoint. These shares depend on how fast a machine's processor "
-        "is compared with its disk: the slower its steps, the more reads hide behind them. The "
-        "[study](memory-study.md) has a second machine."
+        "The checkpoint is saved 500 steps after another one and holds the rows that changed; no round contains one. "
+        "Below are ratios at 1/32 and Zipf 1.05, and the speed, of that all in DRAM, that each promise takes."
     )
-    head = {"cell": "left", "speed, share of DRAM's": "right", "promised": "left"} | dict.fromkeys(
-        (
-            "hits, per lookup",
-            "per tail row",
-            "waiting",
-            "MB read a step",
-            "MB written",
-            "rows on disk",
-            "peak, MB",
-            "checkpoint after 500 steps, s / MB",
-            "clean rounds",
-        ),
-        "right",
-    )
-    rows = [tiers_row(cell) for cell in cells if "relative_speed" in cell]
-    lines = [text, "", *table(head, rows), *beside_rivals(cells)]
-    for cell in cells:
-        if cell["name"] == "id_to_slot":
-            promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
-            lines += ["", f"Ids of a batch to slots: {cell['ms']:.2f} ms, {cell['share']:.1%} of a step ({promise})."]
-        if cell["name"] == "open_table":
-            lines += ["", open_line(cell)]
-        if cell["name"] == "large":
-            lines += ["", large_line(cell)]
-    return lines
+    lines += ["", text, "", *beside_rivals(steps), ""]
+    tellers = {"id_to_slot": slot_line, "open_table": open_line, "large": large_line}
+    for name, tell in tellers.items():
+        lines += [f"- {generation(p)}. {tell(cell)}" for p, cell in found.get(name, {}).items()]
+    return lines[1:]
 
 
-def beside_rivals(cells: Sequence[Cell]) -> list[str]:
+COLUMNS = (
+    "cell", "speed, of DRAM's", "promised", "lookups that hit", "waiting", "MB read a step", "MB written", "peak, MB",
+    "checkpoint, s", "its MB",
+)  # fmt: skip
+
+
+def beside_rivals(found: Found) -> list[str]:
     """What is promised of ratios, and whether it is held."""
+    processors = dict.fromkeys(processor for own in found.values() for processor in own)
+    told: Found = {}
+    for processor in processors:
+        for what, a, b, least in ratios([own[processor] for own in found.values() if processor in own]):
+            told.setdefault(what, {})[processor] = {"ratio": a / b, "least": least, "takes": 100 * least * b}
+
+    def promise(cell: Cell) -> str:
+        return held(f"{cell['least']:g}x", holds=cell["ratio"] >= cell["least"])
+
     rows = [
-        [what, f"{a / b:.2f}x", held(f"{least:g}x", holds=a / b >= least), f"{least * b:.0%}"]
-        for what, a, b, least in ratios(cells)
+        [
+            what,
+            between((cell["ratio"] for cell in own.values()), "{:.2f}", "x"),
+            verdict(own, promise),
+            between((cell["takes"] for cell in own.values()), "{:.0f}", "%"),
+        ]
+        for what, own in told.items()
     ]
-    needed = "takes, of the speed all in DRAM"  # which nothing here can be above
-    head = {"at 1/32, Zipf 1.05": "left", "ratio": "right", "promised": "left", needed: "right"}
-    return ["", *table(head, rows)] if rows else []
+    return table(heads(("ratio of speeds", "ratio", "promised", "the promise takes"), left=(0, 2)), rows)
 
 
 def ratios(cells: Sequence[Cell]) -> list[tuple[str, float, float, float]]:
@@ -141,28 +144,34 @@ CHART_SIDES = {"tiers": ("hotrow", 4), "mmap": ("mapped files", 1), "rocksdb": (
 """Side -> its name in the picture, and how many batches it looks ahead there."""
 
 
-def tiers_row(cell: Cell) -> list[str]:
+def tiers_row(name: str, found: ByProcessor) -> list[str]:
     """One side at one part of DRAM."""
 
-    def text(name: str, form: str, scale: float = 1.0) -> str:
-        return "" if cell.get(name) is None else format(cell[name] * scale, form)
+    def text(field: str, form: str, scale: float = 1.0, unit: str = "") -> str:
+        return between((scale * cell[field] for cell in found.values() if cell.get(field) is not None), form, unit)
 
-    low, high = cell["spread"]
-    target = cell.get("target")
+    def promise(cell: Cell) -> str:
+        target = cell.get("target")
+        return "" if target is None else held(f"{target:.0%}", holds=cell["relative_speed"] >= target, of=cell)
+
     return [
-        cell["name"],
-        f"{cell['relative_speed']:.0%} ({low:.0%}-{high:.0%})",
-        "" if target is None else held(f"{target:.0%}", holds=cell["relative_speed"] >= target, of=cell),
-        text("hit_rate", ".1%"),
-        text("row_hit_rate", ".1%"),
-        text("stall_share", ".1%"),
-        text("bytes_read_per_step", ".2f", 1e-6),
-        text("bytes_written_per_step", ".2f", 1e-6),
-        text("rows_on_disk", ",.0f"),
-        text("peak_bytes", ",.0f", 1e-6),
-        "" if "checkpoint_s" not in cell else f"{cell['checkpoint_s']:.1f} / {cell['checkpoint_bytes'] / 1e6:,.0f}",
-        clean_rounds(cell),
+        name,
+        measured(found),
+        verdict(found, promise),
+        text("hit_rate", "{:.1f}", 100, "%"),
+        text("stall_share", "{:.1f}", 100, "%"),
+        text("bytes_read_per_step", "{:.2f}", 1e-6),
+        text("bytes_written_per_step", "{:.2f}", 1e-6),
+        text("peak_bytes", "{:,.0f}", 1e-6),
+        text("checkpoint_s", "{:.1f}"),
+        text("checkpoint_bytes", "{:,.0f}", 1e-6),
     ]
+
+
+def slot_line(cell: Cell) -> str:
+    """What finding the slots of a batch takes, in a sentence."""
+    promise = held(f"at most {cell['most']:.0%}", holds=cell["share"] <= cell["most"])
+    return f"Ids of a batch to slots: {cell['ms']:.2f} ms, {cell['share']:.1%} of a step ({promise})."
 
 
 def open_line(cell: Cell) -> str:
@@ -171,8 +180,8 @@ def open_line(cell: Cell) -> str:
     return (
         f"A table of {cell['table_bytes'] / 1e9:.0f} GB, dim {cell['dim']}, on disk: making its file took "
         f"{cell['make_s']:.3f} s, opening it again {cell['open_s']:.3f} s, and making a collection with it "
-        f"{cell['collection_s']:.3f} s, each including {cell['lookups']:,} lookups and closing. "
-        f"The longest of all took {cell['worst_s']:.3f} s ({promise})."
+        f"{cell['collection_s']:.3f} s, each with {cell['lookups']:,} lookups; the longest {cell['worst_s']:.3f} s "
+        f"({promise})."
     )
 
 
@@ -180,7 +189,7 @@ def large_line(cell: Cell) -> str:
     """The large model in a sentence."""
     losses = f"{cell['losses'][0]:.3f} to {cell['losses'][-1]:.3f}"
     return (
-        f"Tables of {cell['table_bytes'] / 2**30:.0f} GiB, dim {cell['dim']}, Zipf {cell['zipf']} "
+        f"`--large`: tables of {cell['table_bytes'] / 2**30:.0f} GiB, dim {cell['dim']}, Zipf {cell['zipf']} "
         f"({cell['disk_bytes'] / 2**30:.0f} GiB on disk) in a cgroup of {cell['limit_bytes'] / 2**30:.0f} GiB: "
         f"{cell['num_steps']:,} steps, {cell['samples_per_s']:,.0f} samples/s, "
         f"peak {cell['peak_bytes'] / 2**30:.2f} GiB, {cell['hit_rate']:.1%} of lookups hit, "

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import filled, heads, table
 from benchmarks.rivals.memory import machines
-from benchmarks.study.docs import StudyDocs, by_reason, machine_line, table_of
+from benchmarks.study.docs import StudyDocs, by_reason, machine_line
 from benchmarks.study.presets import read_preset
 from hotrow.draw import line_chart, load_template
 
@@ -103,12 +103,12 @@ def shown(row: Row) -> dict[str, str]:
 # ---- the page in docs/
 
 CHARTS = ("memory-study-ids.svg", "memory-study-sides.svg")
+OURS = "hotrow, 4 ahead"
 COLUMNS = {
-    "who": "who", "ids": "source", "DRAM": "dram", "speed (range of rounds)": "speed", "hits, per lookup": "hit_rate",
-    "per tail row": "row_hit_rate", "waiting": "stall_share", "MB read a step": "read", "MB written": "written",
-    "rows on disk": "rows_on_disk", "peak, GB": "peak", "clean rounds": "rounds",
+    "lookups that hit": "hit_rate", "waiting": "stall_share", "MB read a step": "read", "MB written": "written",
+    "peak, GB": "peak",
 }  # fmt: skip
-"""Heads of the tables, and the fields of `shown_of`."""
+"""Heads of hotrow's own figures, and the fields of `shown`."""
 KEPT = (
     "key", "group", "side", "source", "io", "ahead", "dram_parts", "dram_share", "relative_speed", "spread", "hit_rate",
     "row_hit_rate", "stall_share", "bytes_read_per_step", "bytes_written_per_step", "rows_on_disk", "peak_bytes",
@@ -119,12 +119,12 @@ KEPT = (
 HEAD = """\
 # Memory study
 
-For readers who ask how much DRAM they need. This page shows the training speed with DRAM for 1/2 to 1/32 of the
-tables' bytes and the rest on disk, beside mapped files and RocksDB. How it was measured
-is in [Studies](../study.md#memory).
+For readers who ask how much DRAM they need: the training speed with DRAM for 1/2 to 1/32 of the tables' bytes and the
+rest on disk, beside mapped files and RocksDB. How it was measured is in [Studies](../study.md#memory).
 
 - Speed is samples per second relative to all tables in DRAM, in stretches that alternate: the median, and the range
-  of all rounds. Every loss equals that in DRAM to the bit.
+  of all rounds. Every loss equals that in DRAM to the bit. The last columns are of the first one of speeds. In the
+  others stands what that side did: how long it waited for rows, or the MB that it read and wrote in a step.
 - "Zipf" means ids drawn over the ranks of tables with Criteo Kaggle's cardinalities.
 - `criteo`, `taobao` and `trace.txt.gz` are the three real files of [Locality](locality.md). Their tables are small,
   so a thirty-second holds little more than a batch.
@@ -141,10 +141,30 @@ def body_of(report: Mapping[str, Any]) -> list[str]:
     """Returns the table of machines, and a table for each group."""
     lines = ["", "## Machines", "", *machines_of(report)]
     for group in read_preset(PRESET)["groups"]:
-        if rows := shown_of(group["name"], report["cells"]):
-            table_lines = table_of(COLUMNS, rows, words=("who", "source"))
-            lines += ["", f"## {group['name'].capitalize()}", "", group["about"], "", *table_lines]
+        if rows := [row for row in report["cells"] if row["group"] == group["name"]]:
+            lines += ["", f"## {group['name'].capitalize()}", "", group["about"], "", *group_table(rows)]
     return lines
+
+
+def group_table(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each source and share of DRAM: the speed of each side, and what the first side did."""
+    found: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["source"], row["dram_parts"])):
+        found.setdefault((row["source"], row["dram_parts"]), {})[who(row)] = row
+    sides = sorted({who(row) for row in rows}, key=lambda side: (not side.startswith("hotrow"), side != OURS, side))
+    lines = []
+    for (source, parts), own in found.items():
+        texts = {side: shown(row) for side, row in own.items()}
+        first = texts.get(OURS) or next(iter(texts.values())) if sides[0].startswith("hotrow") else {}
+        speeds = [speed_text(texts[side], first) if side in texts else "" for side in sides]
+        lines.append([source, f"1/{parts}", *speeds, *(first.get(field, "") for field in COLUMNS.values())])
+    return filled(heads(("ids", "DRAM", *sides, *COLUMNS)), lines)
+
+
+def speed_text(row: Mapping[str, str], first: Mapping[str, str]) -> str:
+    """Returns the speed of a side and, if its figures are not in the columns, what it waited for or moved."""
+    did = f"waits {row['stall_share']}" if row["stall_share"] else f"{row['read']} + {row['written']} MB"
+    return row["speed"] + ("" if row is first else f"; {did}")
 
 
 def machines_of(report: Mapping[str, Any]) -> list[str]:

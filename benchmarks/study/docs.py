@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +73,18 @@ def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], word
 
 
 def not_measured(report: Mapping[str, Any]) -> list[str]:
-    """Returns the section on cells that were refused, by reason, if there are any."""
+    """Returns the section on cells that were refused, by reason without its numbers, if there are any."""
     if not report["skipped"]:
         return []
-    reasons = [[line["reason"], line["count"], f"`{line['key']}`"] for line in by_reason(report["skipped"])]
+    bare = [{**cell, "reason": without_numbers(cell["reason"])} for cell in report["skipped"]]
+    reasons = [[line["reason"], line["count"], f"`{line['key']}`"] for line in by_reason(bare)]
     return ["", "## Not measured", "", *table({"reason": "left", "cells": "right", "first of them": "left"}, reasons)]
+
+
+def without_numbers(reason: str) -> str:
+    """Returns the beginning of a reason, its numbers and names as "…"."""
+    beginning = re.split(r" \(|: |; ", reason)[0]
+    return re.sub(r"'[^']*'|\d[\d,.]*( %| MB| bytes)?", "…", beginning)
 
 
 def machine_line(report: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
     bench,
+    benchmarks_page,
     claims,
     cluster_model,
     dense_cells,
@@ -177,12 +178,10 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {name for figures in study_figures.FIGURES.values() for name in figures} | cluster_model.TOLD.keys()
     papers = yaml.safe_load(claims.CLAIMS.read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
-    assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
+    assert named | set(claims.README_CELLS) | set(benchmarks_page.SUMMARY_CELLS) <= known
 
 
-CIRCUMSTANCES: dict[str, object] = {
-    "machine": {"cpu": "A CPU"}, "threads": 2, "command": "make it", "date": "2026-01-02",
-}  # fmt: skip
+CIRCUMSTANCES: Any = {"machine": {"cpu": "A CPU"}, "threads": 2, "command": "make it", "date": "2026-01-02"}
 
 
 def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
@@ -218,9 +217,9 @@ def test_what_studies_say_of_claims_against_their_rows() -> None:
 def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     plain = precision.row_of("fp32_rowwise", [(0.742, 0.2), (0.762, 0.1)], None)
     row = precision.row_of("bf16_rowwise", [(0.74, 0.2), (0.76, 0.1)], plain)
-    assert claims.near_float32(row) == "both within 0.0005: **not held**"
-    assert claims.near_float32(row | {"difference": -0.0005}) == "both within 0.0005: held"
-    assert claims.near_float32(row | {"difference_sd": 0.01}) == "both within 0.0005: not resolved"
+    assert benchmarks_page.near_float32(row) == "both within 0.0005: **not held**"
+    assert benchmarks_page.near_float32(row | {"difference": -0.0005}) == "both within 0.0005: held"
+    assert benchmarks_page.near_float32(row | {"difference_sd": 0.01}) == "both within 0.0005: not resolved"
     report = {**CIRCUMSTANCES, "cells": [row]}
     claim = {"claim": "x", "figure": "not read", "ours": "precision_bf16_rowwise"}
     found = claims.claim_cells(claim, results.over_processors({"precision": {"A CPU": report}}))
