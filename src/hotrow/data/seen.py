@@ -30,7 +30,8 @@ MAX_TIMES = 2.0
 validated the model, and with many rows that alone would exceed any number of errors."""
 MANY_UNKNOWN = 1 / 3
 """A feature with this share of unknown ids is named even if validation's was as large: so many samples share row 0 that
-the feature says little of them."""
+the feature says little of them. Numbers that are ids too say it by their size."""
+IDS_OF_NUMBERS = " (ids)"
 INNER = 0.001
 """The training range of a column leaves out this share of its numbers at either end, so that one wild number cannot
 make all others look usual. Validation is counted by the same range."""
@@ -86,7 +87,7 @@ class Seen:
         Ids of a column that is a number too count under `NAME (ids)`; add its numbers first.
         """
         if "outside" in self.columns.get(name, ()):
-            name = f"{name} (ids)"
+            name += IDS_OF_NUMBERS
         unknown = rows == 0 if missing is None else (rows == 0) & ~missing
         num_missing = 0 if missing is None else int(missing.sum())
         self._add(name, values=len(rows), unknown=int(unknown.sum()), missing=num_missing, unreadable=unreadable)
@@ -117,7 +118,8 @@ class Seen:
                 if kind not in own or own[kind] < MIN_COUNT:
                     continue
                 usual = self._usual(name, kind)
-                is_many = kind == "unknown" and own[kind] >= MANY_UNKNOWN * own["values"]
+                is_id = kind == "unknown" and not name.endswith(IDS_OF_NUMBERS)
+                is_many = is_id and own[kind] >= MANY_UNKNOWN * own["values"]
                 if is_many or (usual is not None and is_far_more(own[kind], own["values"], *usual)):
                     yield name, kind
 

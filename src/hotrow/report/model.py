@@ -66,7 +66,7 @@ def column_text(run: RunFacts) -> str:
 
 
 def column_grid(run: RunFacts) -> Grid | None:
-    """Returns the columns that the model uses: what is made of them, what of it scored rows lack, what they give."""
+    """Returns the columns that the model uses: what they give, what is made of them, and what of them is missing."""
     if run.info is None:
         return None
     split = str(metrics_of(run).get("split", ""))
@@ -74,17 +74,21 @@ def column_grid(run: RunFacts) -> Grid | None:
     rows: list[list[Cell | str]] = []
     for name, column in columns_of(run.info).items():
         ids = [mapping_in(counts, f"{each} (ids)") or mapping_in(counts, each) for each in column.features]
-        own = [*ids, mapping_in(counts, name)]
         cells: list[Cell | str] = [
             _gain(gains.get(name)),
             _use(run.info, name, column),
             percent(_share(ids, "unknown")),
         ]
-        missing, most = _share(own, "missing"), _share(own, "missing_or_zero")
-        at_most = Cell(f"at most {most:.1%}", most) if most else percent(most)
-        rows.append([name, *cells, at_most if missing is None else percent(missing)])
+        rows.append([name, *cells, percent(_missing(run.info.summary, [name, *column.features]))])
     rows.sort(key=lambda row: -(row[1].sort or 0.0) if isinstance(row[1], Cell) else 0.0)
-    return ["column", f"{run.objective.loss_title} rises by", "used as", "ids unknown or rare", "missing"], rows
+    heads = ["used as", f"ids of {SPLITS.get(split, split)} rows unknown or rare", "missing in all rows"]
+    return ["column", f"{run.objective.loss_title} rises by", *heads], rows
+
+
+def _missing(summary: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """Returns the share of rows read whose cell is missing, by the first of the names that preparation counted."""
+    counts, num_rows = mapping_in(summary, "missing"), number_in(summary, "rows_read")
+    return next((counts[name] for name in names if name in counts), 0) / num_rows if num_rows else None
 
 
 def _share(columns: Sequence[Mapping[str, Any]], kind: str) -> float | None:
