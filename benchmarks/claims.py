@@ -1,4 +1,4 @@
-"""The pages made from measurements: benchmarks.md and claims.md in docs/measurements/, and figures in other pages.
+"""The pages made from measurements: benchmarks.md and claims.md in docs/measurements/, and figures in the README.
 
     python -m benchmarks.claims [--check | --missing]
 
@@ -40,9 +40,8 @@ BEGIN, END = "<!-- figures: made by `python -m benchmarks.claims` -->\n", "<!-- 
 CLAIMS_HEAD = """\
 # Claims
 
-For readers of the papers behind hotrow: what each claims, beside what we measured. The page of each paper adds the
-command, machine and date of our figures, what is built and what differs; [benchmarks.md](benchmarks.md) says how they
-were measured.
+For readers of the papers behind hotrow: what each claims, beside what we measured, with the command, machine and date.
+The page of each paper says what is built and what differs; [benchmarks.md](benchmarks.md) how figures were measured.
 
 "Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
 figures of a row come from different machines and peers. `python -m benchmarks.claims` makes the page from
@@ -101,20 +100,8 @@ def claims_page(papers: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> 
             f"[What is built of it, and how to repeat it](../{paper['about']}).",
             "",
         ]
-        lines += claims_table(paper["claims"], cells, 3)
+        lines += table(dict.fromkeys(CLAIM_COLUMNS, "left"), [claim_cells(claim, cells) for claim in paper["claims"]])
     return "\n".join(lines) + "\n"
-
-
-def claims_table(claims: list[dict[str, Any]], cells: dict[str, ByProcessor], num_columns: int) -> list[str]:
-    """Returns the first columns of the table of one paper's claims."""
-    head = dict.fromkeys(CLAIM_COLUMNS[:num_columns], "left")
-    return table(head, [claim_cells(claim, cells)[:num_columns] for claim in claims])
-
-
-def paper_page(page: Path, claims: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> str:
-    """Returns the text of a paper's page, which lies in a folder of its own, with the whole table of its claims."""
-    lines = claims_table(claims, cells, len(CLAIM_COLUMNS))
-    return with_figures(page, re.sub(r"\]\((?=[\w-]+\.md)", "](../measurements/", "\n".join(lines) + "\n"))
 
 
 def with_figures(page: Path, figures: str) -> str:
@@ -159,8 +146,7 @@ def speed_of(found: ByProcessor) -> str:
 
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
-    docs, reports = ROOT / "docs", load_reports()
-    measured = docs / "measurements"
+    measured, reports = ROOT / "docs" / "measurements", load_reports()
     papers = yaml.safe_load(CLAIMS.read_text())
     cells = over_processors(reports)
     known = {**cells, **study_cells()}
@@ -169,7 +155,6 @@ def pages() -> dict[Path, str]:
         measured / "claims.md": claims_page(papers, known),
         measured / "speed-by-memory.svg": memory_chart(cells),
         ROOT / "README.md": with_figures(ROOT / "README.md", readme_figures(cells)),
-        **{docs / paper["about"]: paper_page(docs / paper["about"], paper["claims"], known) for paper in papers},
     }
 
 

@@ -393,7 +393,7 @@ def test_the_exported_file_of_every_model_computes_the_same(
     network = spec.build_for(info, dims=dict.fromkeys(features, 16), generator=generator)
     for objective in OBJECTIVES.values():
         (tmp_path / "model.py").write_text(network_source(name, objective))
-        definition, outputs = score.load_module(tmp_path / "model.py"), torch.linspace(-3, 3, 7)
+        definition, outputs = load_module(tmp_path / "model.py"), torch.linspace(-3, 3, 7)
         outputs = torch.outer(outputs, torch.arange(6.0)) if objective.retrieves else outputs
         assert torch.equal(definition.scores(outputs), objective.scores(outputs))
     about = {

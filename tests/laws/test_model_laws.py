@@ -30,6 +30,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.export import score
 from hotrow.export.export import network_source
+from hotrow.export.inputs import load_module
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.dlrm import DLRM
@@ -350,7 +351,7 @@ def test_an_export_computes_the_same(data: Path, tmp_path: Path, model: str, pai
                 if name in table.feature_names
             ],
         }
-        definition = score.load_module(tmp_path / f"{number}.py")
+        definition = load_module(tmp_path / f"{number}.py")
         exported = score.build_network(definition, about)
         with torch.no_grad():
             for weight in parts.model.parameters():  # some start at zero

@@ -329,7 +329,7 @@ class Turns:
         return round(self._seconds_before + (self.copies.seconds if isinstance(self.copies, HotCopies) else 0.0), 6)
 
     def figures(self) -> dict[str, Any]:
-        """Returns what run.json has about the schedule; docs/runs.md explains each figure."""
+        """Returns what run.json has about the schedule; docs/hot.md explains each figure."""
         if self.found is None:
             return {}
         figures = {"schedule": self.config.schedule, **self.found.to_json()}

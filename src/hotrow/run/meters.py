@@ -1,6 +1,6 @@
 """Parts of the training loop, and those among them that count and time: meters.
 
-`LoopPart` says at which moments the loop calls its parts. docs/runs.md and docs/gpu.md say what each figure of a meter
+`LoopPart` says at which moments the loop calls its parts. docs/run-json.md and docs/gpu.md say what each figure
 means. Rows are counted where they move (row_cache.h, store.h); here counts become shares, sizes and rates. The meter of
 bytes written to a drive is in wear.py. What else a run does between its steps is in parts.py.
 """
