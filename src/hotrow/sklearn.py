@@ -81,7 +81,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         if sample_weight is not None:
             weight = column_or_1d(np.asarray(sample_weight, np.float64))
             check_consistent_length(X, weight)
-            counted = label[weight > 0]
+            counted = label[weight != 0]
             if not len(counted):
                 raise ValueError("sample weights are all zero: no row counts")
             given["weight"] = _free("weight", table)
