@@ -167,7 +167,7 @@ def test_sample_weights_shift_scores(fitted: Any) -> None:
     assert heavy.predict_proba(X)[:, 1].mean() > fitted.predict_proba(X)[:, 1].mean() + 0.02
     with pytest.raises(ValueError, match="of one class"):
         hotrow.Classifier().fit(X, Y, sample_weight=Y)
-    with pytest.raises(ValueError, match="weight.*-1"):
+    with pytest.raises(ValueError, match=r"weight.*-1"):
         hotrow.Classifier().fit(X, Y, sample_weight=-np.ones(120))
 
 
