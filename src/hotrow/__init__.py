@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
     from hotrow.serve.scorer import Scorer
     from hotrow.setup.divide import plan_by_counts
+    from hotrow.sklearn import Classifier as Classifier
+    from hotrow.sklearn import Regressor as Regressor
     from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -76,6 +78,7 @@ _HOMES = {
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16", "clip_grad_norm_"),
     "hotrow.setup.divide": ("plan_by_counts",),
     "hotrow.tables": ("TableConfig", "Uniform"),
+    "hotrow.sklearn": ("Classifier", "Regressor"),  # not in __all__: scikit-learn is optional, and `import *` needs all
 }
 
 

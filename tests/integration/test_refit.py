@@ -122,6 +122,15 @@ def test_without_validation_rows_there_is_one_run(tmp_path: Path) -> None:
     assert not (run.path / "selection").exists() and run.record.status == "finished"
 
 
+def test_without_test_rows_all_train(tmp_path: Path) -> None:
+    """What is usual for scored rows is then what the first run counted."""
+    split = {"fractions": [0.9, 0.1, 0.0]}
+    run = hotrow.fit(clicks(600, timed=False), label="click", run=tmp_path / "run", split=split, **OPTIONS)
+    first = hotrow.load(run.path / "selection").record
+    assert (run.record.rows or {})["train"] == 600 and run.metrics == {}
+    assert run.record.columns == first.columns and first.columns
+
+
 def test_max_steps_hold_for_both_runs(tmp_path: Path) -> None:
     run = hotrow.fit(clicks(600, timed=False), label="click", run=tmp_path / "run", max_steps=3, **OPTIONS)
     assert run.record.steps is not None and run.record.steps <= 3

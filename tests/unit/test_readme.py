@@ -45,6 +45,12 @@ def test_python_blocks_run_as_written(block: str, folder_with_clicks: Path) -> N
         assert len(names["scores"]) == 600  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
+def test_estimators_run_as_shown(folder_with_clicks: Path) -> None:
+    section = (ROOT / "docs" / "python.md").read_text().partition("## In scikit-learn\n")[2].partition("\n## ")[0]
+    exec(compile(re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0], "docs/python.md", "exec"), {})
+
+
 def test_fit_is_documented_and_runs_as_shown(folder_with_clicks: Path) -> None:
     section = (ROOT / "docs" / "python.md").read_text().partition("## Rows in, model out\n")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)

@@ -123,9 +123,8 @@ class Asked:
 
 
 def can_refit(opened: OpenedSource, config: Config) -> bool:
-    """Returns whether rows are split into parts of stated sizes, of which one validates and another tests."""
-    _, validation, test = opened.schema.split.fractions
-    has_parts = not isinstance(opened.source, CriteoSource) and min(validation, test) > 0
+    """Returns whether rows are split into parts of stated sizes, of which one validates."""
+    has_parts = not isinstance(opened.source, CriteoSource) and opened.schema.split.fractions[1] > 0
     return has_parts and config.hot.schedule != "fae"  # which follows the loss on validation rows
 
 

@@ -82,6 +82,8 @@ def _count_columns(training: Training) -> None:
         training.warn("columns_not_counted", f"later scores will have nothing to be compared with: {error}", count=1)
         return
     _warn_of(training, [told])
+    if not columns and (path := training.folder.selection).is_dir():  # all rows train, and it had left some out
+        columns = RunFolder.open(path).record.columns or {}
     training.folder.update(ranges=ranges, columns=columns)
 
 

@@ -24,11 +24,12 @@ from hotrow.base.records import nearest
 from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, numbers, without_missing
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.crosses import find_crosses
+from hotrow.data.sources.evidence import Tally
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
 from hotrow.data.sources.guess_time import find_time, holds_unix_times
 from hotrow.data.sources.kept import KeptReader
-from hotrow.data.sources.kinds import Kind, tell_kind
+from hotrow.data.sources.kinds import MIN_BUCKETS, Kind, cuts, tell_kind
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
 from hotrow.data.sources.sample import sample_rows
@@ -186,14 +187,29 @@ def guess_columns(
     more: dict[str, Any] = {"num_rows": num_rows, "is_binary": labels is not None, "reader": reader}
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, **more)
     if labels is None:
-        return guess
+        return _with_ids(guess, facts, sample)
     guess = _without_leaks(guess, facts, sample.filter(pa.array(labels.good)), roles)
+    guess = _with_ids(guess, facts, sample)
     return _with_crosses(guess, facts, sample, labels)
 
 
 def single_ids(guesses: Sequence[Guess]) -> list[str]:
     """Returns the columns that are features of one id per row."""
     return [g.column for g in guesses if g.role == "categorical" and "kind" not in g.spec]
+
+
+def _with_ids(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table) -> SchemaGuess:
+    """Returns `guess`, in which the buckets of each number are ids if nothing else is: a model has tables."""
+    if guess.of("categorical"):
+        return guess
+    by_name, more = {f.name: f for f in facts}, []
+    for name in (g.column for g in guess.of("dense")):
+        found = _numbers(by_name[name], sample.column(name))
+        found = found[~np.isnan(found)]
+        if buckets := cuts(Tally.of(found, np.zeros(len(found), np.bool_)), MIN_BUCKETS):
+            reason = f"the number in {len(buckets) + 1} buckets, as there is no column of ids"
+            more.append(Guess("categorical", name, {"column": name, "buckets": list(buckets)}, reason))
+    return replace(guess, guesses=[*guess.guesses, *more])
 
 
 def _with_crosses(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels) -> SchemaGuess:

@@ -172,7 +172,7 @@ def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -
     if isinstance(frame, list) and frame and all(isinstance(row, Mapping) for row in frame):
         names = dict.fromkeys(name for row in frame for name in row)
         frame = {name: [row.get(name) for row in frame] for name in names}
-    is_any = values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas."))
+    is_any = values == "any" and (isinstance(frame, Mapping) or _is_pandas(frame))
     try:
         if is_any:
             return Mixed.of({str(name): column_of(frame[name]) for name in frame})
@@ -184,6 +184,10 @@ def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -
         raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
 
 
+def _is_pandas(frame: Any) -> bool:
+    return type(frame).__module__.partition(".")[0] == "pandas"
+
+
 def _to_table(frame: Any) -> pa.Table:
     if isinstance(frame, pa.RecordBatchReader):
         raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
@@ -193,6 +197,8 @@ def _to_table(frame: Any) -> pa.Table:
         return pa.table(dict(frame))
     if type(frame).__module__.startswith("polars.") and hasattr(frame, "collect"):
         frame = frame.collect()
+    if _is_pandas(frame) and hasattr(frame, "columns"):
+        return pa.Table.from_pandas(frame, preserve_index=False)  # its own stream has the index as a column
     if hasattr(frame, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(frame).read_all()
     for method in ("to_arrow_table", "to_arrow", "arrow"):
@@ -200,8 +206,6 @@ def _to_table(frame: Any) -> pa.Table:
             found = getattr(frame, method)()
             # duckdb's results give a reader; its relations have Arrow's C stream.
             return found.read_all() if isinstance(found, pa.RecordBatchReader) else pa.table(found)
-    if type(frame).__module__.startswith("pandas."):
-        return pa.Table.from_pandas(frame, preserve_index=False)
     cure = "pass paths, a pandas, polars, duckdb or pyarrow table, a dict of columns or a list of dicts"
     if hasattr(frame, "collect"):
         cure = "it is not computed yet: pass what its collect() returns"
