@@ -56,7 +56,8 @@ from hotrow.base.records import read_sealed
 from hotrow.data.chunk import keys_to_arrow
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.export.dense import write_dense
-from hotrow.export.score import build_network, load_module
+from hotrow.export.inputs import load_module
+from hotrow.export.score import build_network
 from hotrow.kernels import ops
 from hotrow.serve.scorer import Scorer
 from hotrow.serve.version import one_thread

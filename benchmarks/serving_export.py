@@ -147,8 +147,8 @@ def write(to: Whole, num_rows: int, day: int = 0) -> Description:
     files[f"{ENCODER}/{MANIFEST}"] = file_record(to.folder / ENCODER / MANIFEST)
     texts = {"model.py": network_source("dlrm", spec.trained_for)}
     root = Path(__file__).resolve().parents[1] / "src" / "hotrow"
-    for name, path in (("score.py", "export/score.py"), ("seen.py", "data/seen.py"), ("cells.py", "data/cells.py")):
-        texts[name] = (root / path).read_text()
+    for path in ("export/score.py", "export/inputs.py", "data/seen.py", "data/cells.py"):
+        texts[Path(path).name] = (root / path).read_text()
     texts["transforms/log1p_clip0.py"] = (root / "data/transforms/log1p_clip0.py").read_text()
     for name, text in texts.items():
         (to.folder / name).write_text(text)

@@ -13,7 +13,7 @@ import hotrow
 from hotrow.cli import tools
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 
 NAMES = [
     *("..ip", ".", "..", "a/b", "a\\b", "/etc/passwd", " ", " lead", "trail ", "", "<script>alert(1)</script>"),

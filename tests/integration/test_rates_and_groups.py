@@ -15,7 +15,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 import hotrow
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.objectives.calibration import Calibration
 from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs

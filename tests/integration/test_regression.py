@@ -18,7 +18,7 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.run import trainer
 from hotrow.run.build import build
 from hotrow.run.meters import StepClock

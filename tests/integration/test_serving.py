@@ -300,8 +300,14 @@ def test_requests_change_nothing_and_pages_of_other_names_get_nothing(folder: Pa
     """A page in a browser may make any name lead here."""
     app = make_app(hotrow.Scorer(folder / "out"), hosts={"localhost"})
     own = {route.path: route.methods for route in app.routes if route.path != "/openapi.json"}
+    pages = {path: own.pop(path) for path in ("/docs", "/docs/oauth2-redirect")}
     assert own == {"/score": {"POST"}, "/health": {"GET"}, "/metrics": {"GET"}}
+    assert [*pages.values()] == [{"GET", "HEAD"}] * 2
     client = TestClient(app, base_url="http://localhost:8080")
+    told = client.get("/openapi.json").json()["paths"]["/score"]["post"]["requestBody"]["content"]["application/json"]
+    assert [*told["example"]["rows"][0]] == client.get("/health").json()["columns"]
+    assert client.get("/docs").status_code == 200
+    assert client.post("/score", json=told["example"]).status_code == 200
     for name in ("127.0.0.1", "[::1]:8080", "10.0.0.7", "localhost:8080", "evil.example"):
         code = 403 if name == "evil.example" else 200
         assert client.get("/health", headers={"host": name}).status_code == code, name

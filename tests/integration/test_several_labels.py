@@ -21,7 +21,7 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import load_schema, parse_schema
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
 from hotrow.objectives import OBJECTIVES

@@ -24,7 +24,7 @@ from hotrow.config.load import load_config, make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.run import runs, trainer
 from hotrow.setup.setup import Setup
 from plain_tbsm import PlainTBSM

@@ -25,7 +25,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import Encoder
 from hotrow.data.sources.registry import open_source
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.kernels.ops import backend
 from hotrow.run import ending, parts, runs
 from hotrow.run.folder import RunFolder

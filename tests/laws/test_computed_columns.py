@@ -16,7 +16,7 @@ from hotrow.data.chunk import Keys
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from loops import looped
 
 SCHEMA: dict[str, Any] = {

@@ -45,7 +45,7 @@ from hotrow.data.sources.split import RandomPlan
 from hotrow.data.transforms import Transform
 from hotrow.export import score
 from hotrow.export.export import network_source
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.objectives import OBJECTIVES

@@ -4,6 +4,7 @@ The truths are the export's own network in torch, and `predict` beside examples/
 nor hotrow.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -24,10 +26,9 @@ from hotrow.config.load import make_config
 from hotrow.export import dense as dense_file
 from hotrow.export.dense import DENSE, write_dense
 from hotrow.export.export import network_source
+from hotrow.export.inputs import load_module
 from hotrow.export.rows import FORMATS
-from hotrow.export.score import load_module
 from hotrow.models import MODELS
-from resealed import reseal
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx: pip install 'hotrow[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime, another reader of ONNX")
@@ -141,7 +142,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ALONE = """
 import runpy, sys
-for name in ("hotrow", "torch", "safetensors"):
+for name in ("hotrow", "torch"):
     sys.modules[name] = None  # importing it is an error
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -150,9 +151,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def alone(export: Path, rows: Path) -> list[float]:
     """The scores that examples/onnx/score.py prints where neither hotrow nor torch is."""
-    command = [sys.executable, "-c", ALONE, str(SCORE), str(export), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [float(line) for line in done.stdout.split()]
+    scores, said = printed(["-c", ALONE, SCORE, export, rows])
+    assert scores, said
+    return scores
+
+
+def printed(words: list[Any]) -> tuple[list[float], str]:
+    """The scores that a program prints, and what it says."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    return [float(line) for line in done.stdout.split()], done.stderr
 
 
 @pytest.mark.slow_but("float32")
@@ -186,12 +193,22 @@ def test_a_delta_of_an_export_with_it_has_it(logs: Path, tmp_path: Path) -> None
         run.export(tmp_path / "delta-2", since=tmp_path / "base", onnx=True)
 
 
-def test_what_the_reader_does_not_know_is_refused(logs: Path, tmp_path: Path) -> None:
-    hotrow.load(logs / "run").export(tmp_path / "out", onnx=True)
-    reseal(tmp_path / "out/export.json", lambda fields: fields["tables"][0]["vocabulary"].update(hash_cap=9))
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        alone(tmp_path / "out", logs / "new.parquet")
-    assert "has ids of table user that are hashed" in refused.value.stderr
+def test_the_default_model_scores_text_with_statistics(tmp_path: Path) -> None:
+    """By the example and by score.py, from CSV and JSON; what cannot be read is said in a line."""
+    frame, out = pl.DataFrame(clicks(400, 0), strict=False), tmp_path / "out"
+    frame.write_csv(tmp_path / "rows.csv", separator=";")
+    frame.write_ndjson(tmp_path / "rows.jsonl")
+    run = hotrow.fit(tmp_path / "rows.csv", label="click", run=tmp_path / "run", quiet=True, choice=False, epochs=1)
+    run.export(out, onnx=True)
+    assert json.loads((out / "export.json").read_text())["statistics"]
+    truth = run.predict(tmp_path / "rows.csv")
+    for name in ("rows.csv", "rows.jsonl"):
+        np.testing.assert_allclose(alone(out, tmp_path / name), truth, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(printed([out / "score.py", tmp_path / name])[0], truth, rtol=0, atol=2e-5)
+    frame.drop("item").write_csv(tmp_path / "less.csv")
+    for script in ([SCORE, out], [out / "score.py"]):
+        scores, said = printed([*script, tmp_path / "less.csv"])
+        assert not scores and "column 'item' is missing" in said and "Traceback" not in said
 
 
 def test_an_operation_that_onnx_does_not_have_is_said(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import CsvSpec, parse_schema
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from loops import looped
 from raw_rows import read
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hotrow.base.files import atomic_write
-from hotrow.export.score import build_network, load_module
+from hotrow.export.inputs import load_module
+from hotrow.export.score import build_network
 
 DENSE = "dense.onnx"
 PACKAGES = ("onnx", "onnxscript")

@@ -8,7 +8,7 @@
       model.py                       the network, in plain torch
       dense.onnx                     if asked for: the network, in ONNX (dense.py)
       transforms/<name>.py           the transforms that compute inputs from raw values
-      score.py  cells.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
+      score.py  inputs.py  cells.py  seen.py  README.md   raw rows -> scores, without hotrow; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is complete, and follows the umask, since it is made to be given away.
@@ -89,10 +89,11 @@ from hotrow.run.record import Extra, read_extra
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
-EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
-SEEN, CELLS, CHAIN, ENCODER = "seen.py", "cells.py", "chain.json", "encoder"
+EXPORT, WEIGHTS, NETWORK, README = "export.json", "model.safetensors", "model.py", "README.md"
+SCORE, INPUTS, SEEN, CELLS = "score.py", "inputs.py", "seen.py", "cells.py"
+CHAIN, ENCODER = "chain.json", "encoder"
 FOLDERS = ("tables", "transforms", ENCODER, f"{ENCODER}/vocab", f"{ENCODER}/statistics")
-_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, CELLS, README, CHAIN)
+_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, INPUTS, SEEN, CELLS, README, CHAIN)
 OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 ALIGNMENT = 4096
@@ -382,11 +383,11 @@ def _write_encoder(to: Whole, kept: PackedDataset, progress: ProgressCallback | 
 
 
 def _write_guide(folder: Path, name: str, model: ModelSpec) -> dict[str, FileRecord]:
-    """Writes model.py, score.py, seen.py, cells.py and README.md; returns their sizes and checksums."""
+    """Writes model.py, score.py, inputs.py, seen.py, cells.py and README.md; returns their sizes and checksums."""
     guide = Path(__file__).with_name("guide.md").read_text("utf-8")
     texts = {
         NETWORK: network_source(model.name, model.trained_for),
-        SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
+        **{name: Path(__file__).with_name(name).read_text("utf-8") for name in (SCORE, INPUTS)},
         SEEN: inspect.getsource(sys.modules[Seen.__module__]),
         CELLS: inspect.getsource(cells),
         README: guide.format(name=name, model=model.name.upper(), version=__version__, score=model.trained_for.score),

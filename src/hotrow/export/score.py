@@ -1,73 +1,48 @@
 """Scores raw rows with an exported model: torch, safetensors, pyarrow and numpy, without hotrow.
 
     Scorer("FOLDER").score({"price": [1.5, None], "item": ["i7", None], "seen": [["i1", "i7"], []]})   # in Python
-    python FOLDER/score.py ROWS.parquet                                     # prints one score per row
+    python FOLDER/score.py ROWS.csv                        # prints one score per row; ROWS.parquet and ROWS.jsonl too
 
-FOLDER is what `hotrow export` wrote, and this file is its score.py: how raw values become rows and scores. model.py
-beside it is the network, cells.py says what a cell means, transforms/ are functions of numbers, and seen.py counts what
-the rows hold. All are meant to be read and to be taken over into other systems. They read export.json, the weights and
-the vocabularies, and nothing else, and hold whole tables and vocabularies in memory.
-
-Any value gets a score: what is no id or number of its column is missing. A table without a vocabulary takes row
-numbers, and refuses anything else.
+FOLDER is what `hotrow export` wrote, and this file is its score.py: how rows of tables become scores. inputs.py beside
+it makes inputs of raw values, and model.py is the network. All are meant to be read and to be taken over into other
+systems. They read export.json, the weights and the vocabularies, and nothing else, and hold whole tables and
+vocabularies in memory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
-import math
-import struct
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-Rows = dict[str, tuple[Tensor, Tensor]]
-"""By feature: row numbers of all samples, one after another, and where each sample's begin, [B + 1]."""
-
-
-ABOUT_DENSE = ("name", "transform", "missing", "written")
-"""What export.json says of a dense column besides the options of its transform."""
-
+_found = importlib.util.spec_from_file_location("inputs", Path(__file__).with_name("inputs.py"))
+assert _found is not None and _found.loader is not None
+inputs: Any = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(inputs)  # by its path, since several exports may be loaded side by side
 
 STORED = {"float32": (torch.float32, 0), "bf16": (torch.bfloat16, 0), "int8": (torch.uint8, 8)}
 """By `stored_as` of a table: the type of its tensor, and how many columns this has besides those of the table."""
 
 
 class Scorer:
-    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the network on their rows. scores: the function
-    that makes scores of its outputs.
-
-    seen: what the rows that were scored last held, by column; see seen.py.
-    """
+    """The model in `folder`. read: what makes its inputs of raw values. bags: an nn.EmbeddingBag per table. model: the
+    network on their rows. scores: the function that makes scores of its outputs."""
 
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
-        self.about = read_about(folder / "export.json")
-        self.tables = {table["name"]: table for table in self.about["tables"]}
+        self.read = inputs.Inputs(folder)
+        self.about = self.read.about
         self.bags: dict[str, nn.EmbeddingBag] = {}
-        self.vocabularies: dict[str, dict[bytes | int, int]] = {}
-        for name, table in self.tables.items():
+        for name, table in self.read.tables.items():
             weight = rows_of(folder / table["file"], table)
             self.bags[name] = nn.EmbeddingBag.from_pretrained(weight, mode=table["pooling"], include_last_offset=True)
-            if (vocabulary := table["vocabulary"]) is not None:
-                self.vocabularies[name] = vocabulary_of(folder / vocabulary["file"])
-        self._counting, self._cells = load_module(folder / "seen.py"), load_module(folder / "cells.py")
-        self._counts = Counts(self.about["statistics"], folder / "encoder/statistics/counts.safetensors")
-        paths = (folder / "transforms").glob("*.py")
-        self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
-        self.seen: Any = None
-        definition = load_module(folder / "model.py")
+        definition = inputs.load_module(folder / "model.py")
         self.model, self.scores = build_network(definition, self.about), definition.scores
         self._calibrated = definition.calibrated
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -75,20 +50,19 @@ class Scorer:
     @property
     def columns(self) -> list[str]:
         """Names of the raw columns that a score is made of."""
-        made: dict[str, list[str]] = {}
-        for each in self.about["transforms"]:
-            taken = [column["name"] for column in each["columns"]]
-            made[each["into"]] = [name for column in taken for name in made.get(column, [column])]
-        inputs = [column["name"] for column in self.about["dense"] + self.about["features"]]
-        return list(dict.fromkeys(name for each in inputs for name in made.get(each, [each])))
+        found: list[str] = self.read.columns
+        return found
+
+    @property
+    def seen(self) -> Any:
+        """What the rows that were scored last held, by column; see seen.py."""
+        return self.read.seen
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
         """Returns the score of each row, [B], or [B, L] if export.json lists L > 1 `labels`; README.md says what it is.
 
-        columns: raw values by name, None for a missing one. Warns of what stands out beside the rows that validated the
-        model: unknown ids, missing values, numbers outside the range of training. Raises ValueError, which names the
-        column and the row, if a column is missing, has another length, or has no row number where one is needed.
+        columns: raw values by name, None for a missing one; `Inputs.of` says what is warned of and refused.
         """
         outputs = self.model(*self.inputs(columns))
         for layer in self.about.get("calibration", ()):
@@ -98,176 +72,16 @@ class Scorer:
 
     @torch.no_grad()
     def inputs(self, columns: Mapping[str, Sequence[Any]]) -> tuple[Tensor, Any]:
-        """Returns what the model takes for each row: dense inputs [B, I], and the tables' rows. columns: as for
-        `score`."""
-        for name in self.columns:
-            if name not in columns:
-                raise ValueError(f"column {name!r} is missing; pass it, with None for each missing value")
-            if len(columns[name]) != (num_rows := len(columns[self.columns[0]])):
-                raise ValueError(f"column {name!r} has {len(columns[name])} rows, {self.columns[0]!r} has {num_rows}")
-        missing = self.about.get("missing", ())
-        columns = {name: self._cells.without_missing([*columns[name]], missing) for name in self.columns}
-        usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
-        self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
-        unreadable: dict[str, int] = {}
-        for made in self.about["transforms"]:
-            columns[made["into"]], count = self._computed(made, columns)
-            unreadable[made["into"]] = count + sum(unreadable.get(column["name"], 0) for column in made["columns"])
-        dense, rows = [], {}
-        for column in self.about["dense"]:
-            name = column["name"]
-            dense.append(self._dense(column, columns[name], unreadable.get(name, 0)))
-        for feature in self.about["features"]:
-            name = feature["name"]
-            rows[name] = self._rows(feature, columns[name], unreadable.get(name, 0))
-        dense += self._statistics(columns)
-        for text in self.seen.warnings().values():
-            warnings.warn(text, stacklevel=3)
-        num_rows = len(next(iter(rows.values()))[1]) - 1
-        return torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows)
-
-    def _computed(self, made: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], int]:
-        """Returns a column that is computed from others, None where it is missing, and how many of their values could
-        not be read."""
-        arguments: list[Any] = []
-        lists: list[list[list[Any]]] = []
-        unreadable = 0
-        for column in made["columns"]:
-            values = columns[column["name"]]
-            if "keys" not in column:
-                argument, count = self._numbers(column, self._cells.as_seconds(values))
-            elif "kind" not in column:
-                argument, count = self._hashes(column, values)
-            else:
-                items, splits, no_list = self._cells.lists(values, column.get("separator"))
-                keys, count = self._keys(column, items)
-                lists.append([keys[first:end] for first, end in pairwise(splits.tolist())])
-                argument, count = (hashes_of(keys), splits), count + int(no_list.sum())
-            arguments.append(argument)
-            unreadable += count
-        found = self._transforms[made["transform"]](*arguments, **made["options"])
-        if made.get("lists"):
-            stays = iter(found.tolist())
-            return [[value for value in bag if next(stays)] for bag in lists[0]], unreadable
-        if made.get("ids"):
-            return found.view(np.int64).tolist(), unreadable
-        return [None if math.isnan(n) else n for n in found.tolist()], unreadable
-
-    def _dense(self, column: dict[str, Any], values: Sequence[Any], unreadable: int) -> Tensor:
-        """Returns the inputs of a dense column. unreadable: how many values of what it is computed from were not
-        read."""
-        numbers, more = self._numbers(column, values)
-        # Rounded to float32 before and after the transform, not between.
-        options = {name: value for name, value in column.items() if name not in ABOUT_DENSE}
-        x = self._transforms[column["transform"]](numbers.astype(np.float32).astype(np.float64), **options)
-        missing = np.isnan(x)
-        dense = np.where(missing, column["missing"], x).astype(np.float32)
-        self.seen.add_numbers(column["name"], dense, missing, unreadable=unreadable + more)
-        return torch.from_numpy(dense)
-
-    def _statistics(self, columns: Mapping[str, Sequence[Any]]) -> list[Tensor]:
-        """Returns the label's statistics, in the order of `about["statistics"]`, of their priors, then the count."""
-        features, found = {feature["name"]: feature for feature in self.about["features"]}, []
-        for i, statistic in enumerate(self.about["statistics"]):
-            hashes = [self._hashes(features[name], columns[name])[0] for name in statistic["features"]]
-            numbers = self._counts.of(i, self._transforms["cross"](*hashes))
-            inputs = [self._transforms["target_stat"](*numbers, prior=prior) for prior in statistic["priors"]]
-            inputs += [self._transforms["log1p_clip0"](numbers[0])] if statistic["count"] else []
-            found += [torch.from_numpy(x.astype(np.float32)) for x in inputs]
-        return found
-
-    def _hashes(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
-        """Returns the 64-bit hash of each value of a column of single ids, uint64 [n], and how many of them could not
-        be read."""
-        values, unreadable = self._in_buckets(feature, values)
-        keys, more = self._keys(feature, values)
-        return hashes_of(keys), unreadable + more
-
-    def _numbers(self, column: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
-        """Returns values as float64 [n], NaN if one is missing or no number, and how many are no numbers."""
-        numbers, bad = self._cells.numbers(values, self._cells.Written(**column.get("written", {})))
-        return numbers, int(bad.sum())
-
-    def _keys(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[bytes | int | None], int]:
-        """Returns the ids that values mean, None if one is missing or none, and how many mean none."""
-        keys, bad = self._cells.ids(values, feature["keys"])
-        return keys.to_pylist(), int(bad.sum())
-
-    def _in_buckets(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Sequence[Any], int]:
-        """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
-        if feature.get("buckets") is None:
-            return values, 0
-        numbers, unreadable = self._numbers(feature, values)
-        return self._transforms["bucketize"](numbers, boundaries=feature["buckets"]).tolist(), unreadable
-
-    def _rows(self, feature: dict[str, Any], values: Sequence[Any], unreadable: int) -> tuple[Tensor, Tensor]:
-        """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
-        values, more = self._in_buckets(feature, values)
-        items, splits, no_list = values, np.arange(len(values) + 1), np.zeros(0)
-        if feature["kind"] != "one_hot":
-            items, splits, no_list = self._cells.lists(values, feature.get("separator"))
-        table = self.tables[feature["table"]]
-        keys, bad = self._keys({"keys": "int", **feature}, items)
-        if (about := table["vocabulary"]) is None:
-            rows = [row_number(feature, table, key, items[i], i, splits) for i, key in enumerate(keys)]
-        else:
-            rows = [self._row(feature["table"], about, key) for key in keys]
-            missing = np.array([key is None for key in keys], bool)
-            unreadable += more + bad + int(no_list.sum())
-            self.seen.add_ids(feature["name"], np.array(rows), missing, unreadable=unreadable)
-        return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(splits)
-
-    def _row(self, table: str, about: dict[str, Any], key: bytes | int | None) -> int:
-        """Returns the row of an id."""
-        if key is None:
-            return int(about["missing_row"])
-        if (cap := about["hash_cap"]) is not None:
-            key = (key if isinstance(key, int) else hash_of(key)) % cap
-        key = hash_of(key) if isinstance(key, int) else key
-        return int(self.vocabularies[table].get(key, about["unknown_row"]))
-
-    def _look(self, rows: Rows) -> Any:
-        """Returns pooled rows [B, sum of D]; for a network that takes every id's row ([all, D], offsets) by feature."""
+        """Returns what the model takes for each row: dense inputs [B, I], and the tables' rows: pooled [B, sum of D],
+        or, for a network that takes every id's row, ([all, D], offsets) by feature. columns: as for `score`."""
+        dense, numbers = self.read.of(columns)
+        rows = {name: [torch.from_numpy(each) for each in both] for name, both in numbers.items()}
         bags = {feature["name"]: self.bags[feature["table"]] for feature in self.about["features"]}
         if self.model.lookup == "sequence":
-            return {name: (bags[name].weight[ids], offsets) for name, (ids, offsets) in rows.items()}
-        return torch.cat([bags[name](ids, offsets) for name, (ids, offsets) in rows.items()], 1)
-
-
-class Counts:
-    """Rows and positives by value in the training rows, as statistics/counts.safetensors has them."""
-
-    def __init__(self, statistics: Sequence[Mapping[str, Any]], path: Path) -> None:
-        arrays = load_file(path) if statistics else {}
-        self._shares = [statistic["share"] for statistic in statistics]
-        self._all = arrays["all"].view(-1).tolist() if statistics else [0, 0]
-        self._of_value = [
-            dict(zip(arrays[f"{i}.values"].tolist(), arrays[f"{i}.counts"].tolist(), strict=True))
-            for i in range(len(statistics))
-        ]
-
-    def of(self, i: int, hashes: Any) -> tuple[Any, ...]:
-        """Returns rows and positives of each value by statistic i, and those of all values: four arrays [n], of the
-        share of rows that training rows saw. hashes: uint64 [n]."""
-        values = hashes.view(np.int64).tolist()
-        own = np.array([self._of_value[i].get(value, [0, 0]) for value in values], np.float64).reshape(-1, 2)
-        share = self._shares[i]
-        return *(own * share).T, *(np.full(len(own), number * share) for number in self._all)
-
-
-def vocabulary_of(path: Path) -> dict[bytes | int, int]:
-    """Returns the row of each id. An id that is text is its bytes; one that is a number is its 64-bit hash, by which a
-    vocabulary names it. The bytes of the file are those of docs/vocabulary.md: sections of a directory, which is for
-    searching the file, hashes, rows, and of text where each begins and all of it."""
-    stored = path.read_bytes()
-    index_bytes, num_keys = struct.unpack_from("<24xI4xQ", stored)
-    starts = [place for place, _ in struct.iter_unpack("<QQ8x", stored[72:192])]
-    hashes = np.frombuffer(stored, "<u8", num_keys, starts[1]).tolist()
-    rows = np.frombuffer(stored, f"<u{index_bytes}", num_keys, starts[2]).tolist()
-    if starts[3] == starts[4]:
-        return dict(zip(hashes, rows, strict=True))
-    ends = (np.frombuffer(stored, "<u8", num_keys + 1, starts[3]) + np.uint64(starts[4])).tolist()
-    return {stored[first:end]: row for (first, end), row in zip(pairwise(ends), rows, strict=True)}
+            return torch.from_numpy(dense), {name: (bags[name].weight[ids], at) for name, (ids, at) in rows.items()}
+        return torch.from_numpy(dense), torch.cat(
+            [bags[name](ids, offsets) for name, (ids, offsets) in rows.items()], 1
+        )
 
 
 def rows_of(path: Path, table: dict[str, Any]) -> Tensor:
@@ -306,58 +120,12 @@ def build_network(module: Any, about: dict[str, Any]) -> nn.Module:
     return network
 
 
-def load_module(path: Path) -> Any:
-    """Returns the module in a file, run from its path, so that several exports can be loaded side by side."""
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """Returns export.json. Raises ValueError if its bytes differ from the SHA-256 in its last line but one."""
-    text = path.read_bytes()
-    body, _, end = text.rpartition(b' "checksum": ')
-    if end != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():
-        raise ValueError(f"{path} differs from its checksum: it was edited or damaged; export the run again")
-    about: dict[str, Any] = json.loads(text)
-    return about
-
-
-def row_number(feature: dict[str, Any], table: dict[str, Any], key: Any, value: Any, at: int, splits: Any) -> int:
-    """Returns an id that is a row of its table already. Raises ValueError if it is none."""
-    if key is None or not 0 <= key < table["num_embeddings"]:
-        where = f"column {feature['name']!r}, row {int(np.searchsorted(splits, at, side='right')) - 1}: {value!r}"
-        raise ValueError(f"{where} is no row of its table; pass an integer from 0 to {table['num_embeddings'] - 1}")
-    return int(key)
-
-
-HASH_OF_MISSING = 0x9E3779B97F4A7C15
-
-
-def hashes_of(keys: Sequence[bytes | int | None]) -> Any:
-    """Returns the 64-bit hashes of ids, uint64 [n]."""
-    return np.array([HASH_OF_MISSING if key is None else hash_of(key) for key in keys], np.uint64)
-
-
-def hash_of(key: bytes | int) -> int:
-    """Returns the 64-bit hash of an id, an int64 or bytes."""
-
-    def mix(x: int) -> int:
-        x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
-        x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
-        return x ^ x >> 33
-
-    if isinstance(key, int):
-        return mix(key % 2**64)
-    h = mix(len(key))
-    for at in range(0, len(key), 8):
-        h = mix(h ^ int.from_bytes(key[at : at + 8], "little"))
-    return h
-
-
 if __name__ == "__main__":
-    table = pyarrow.parquet.read_table(sys.argv[1])
-    scores = Scorer(Path(__file__).parent).score({name: table[name].to_pylist() for name in table.column_names})
+    if len(sys.argv) != 2:
+        sys.exit("usage: python score.py ROWS, a file of CSV, Parquet or JSON")
+    try:
+        scorer = Scorer(Path(__file__).parent)
+        scores = scorer.score(inputs.read_columns(Path(sys.argv[1]), scorer.columns))
+    except (ValueError, OSError) as error:
+        sys.exit(f"score.py: {error}")
     print(*scores.tolist(), sep="\n")

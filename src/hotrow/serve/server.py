@@ -106,7 +106,7 @@ def make_app(scorer: Scorer, *, hosts: Collection[str] | None = None) -> FastAPI
         _check_host(request, hosts)
 
     guarded = [Depends(guard)]
-    app = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None, dependencies=guarded)
+    app = FastAPI(title="hotrow", version=__version__, redoc_url=None, dependencies=guarded)
     meter = Meter()
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
@@ -156,12 +156,23 @@ def make_app(scorer: Scorer, *, hosts: Collection[str] | None = None) -> FastAPI
         text = str(error) if isinstance(error, RefusedError) else "there is no such path, or it takes another method"
         return JSONResponse({"error": text}, getattr(error, "code", 404))
 
-    app.add_api_route("/score", answer, methods=["POST"])
+    app.add_api_route("/score", answer, methods=["POST"], openapi_extra=_body_of(scorer.columns))
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
     for kind in (404, 405, RefusedError):
         app.add_exception_handler(kind, refused)
     return app
+
+
+def _body_of(columns: Collection[str]) -> dict[str, Any]:
+    """The body of POST /score for the page /docs, with the columns of the model."""
+    cells, kinds = {"type": "object"}, {list | dict: "array", dict: "object", bool: "boolean"}
+    fields = {
+        name: {"type": kinds[kind], **({"items": cells} if kind == list | dict else {})}
+        for name, kind in FIELDS.items()
+    }
+    content = {"schema": {**cells, "properties": fields}, "example": {"rows": [dict.fromkeys(columns, "a value")]}}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def one_a_minute() -> Callable[[logging.LogRecord], bool]:
