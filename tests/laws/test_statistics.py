@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
+import hotrow
 from hotrow.data import native, reference
 from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.packed.reader import PackedDataset
@@ -618,3 +619,26 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"counts\.safetensors"):
         Encoder.load(dataset)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_shown", [2, 6, 50])
+def test_bursts_of_labels_in_one_moment_mislead_no_model(num_shown: int, tmp_path: Path) -> None:
+    """So many items are shown at once, and clicks come in bursts: who saw labels of the moment would learn them."""
+    rng, num_moments = np.random.default_rng(num_shown), 24_000 // num_shown
+    user, items = rng.integers(0, 1500, (num_moments, 1)), rng.integers(0, 60, (num_moments, num_shown))
+    taste, quality, mood = (rng.normal(size=shape) for shape in (1500, 60, (num_moments, 1)))
+    chance = 1 / (1 + np.exp(1.8 - 0.7 * taste[user] - 0.7 * quality[items] - 1.4 * mood))
+    moment = 1_767_225_600 + 60 * np.arange(num_moments)[:, None]
+    texts = {"user": np.broadcast_to(user, items.shape).ravel().astype(str), "item": items.ravel().astype(str)}
+    rows = {"click": (rng.random(items.shape) < chance).astype(int).ravel(), "ts": np.repeat(moment, num_shown)}
+    table = pa.table({**rows, **{name: [f"{name[0]}{text}" for text in own] for name, own in texts.items()}})
+    schema = {"label": "click", "time": {"column": "ts"}, "categorical": ["user", "item"], "split": {"kind": "time"}}
+
+    def entropy(name: str, **told: Any) -> float:
+        runs = [hotrow.fit(table, run=tmp_path / f"{name}{k}", seed=k, quiet=True, **told) for k in (1, 2)]
+        return float(np.mean([run.metrics["ne"] for run in runs]))
+
+    guessed, plain = entropy("guessed", label="click", time="ts"), entropy("plain", schema=schema, choice=False)
+    assert guessed <= plain + 0.002 < 1.001, (guessed, plain)
