@@ -98,8 +98,9 @@ class Asked:
             config = make_config(apply_overrides(raw, self.changes), origin="fit")
             num_rows, given = dataset.split("train").num_rows, self.given
             if isinstance(config.objective, BinaryCrossEntropy):
-                what = f"fit tells rows apart by {dataset.info.labels[0].name!r}"
-                check_labels(what, dataset, "train", "or say which values are positive")
+                for k, label in enumerate(dataset.info.labels):
+                    what = f"fit tells rows apart by {label.name!r}"
+                    check_labels(what, dataset, "train", "or say which values are positive", k)
             if num_rows < FEW_ROWS:
                 text = f"{num_rows} rows to train on are no basis for a model: its scores are chance; give thousands"
                 folder.warn("few_training_rows", text)

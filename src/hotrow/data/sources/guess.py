@@ -25,7 +25,7 @@ from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, numbers, without_miss
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.crosses import find_crosses
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
-from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
+from hotrow.data.sources.guess_label import MOSTLY, Labels, find_label, label_rule, labels_of, other_labels
 from hotrow.data.sources.guess_time import find_time, holds_unix_times
 from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.kinds import Kind, tell_kind
@@ -54,7 +54,7 @@ SOME_ROWS = 100
 
 @dataclass
 class SchemaGuess:
-    """Guesses about all columns, in the order of the files."""
+    """Guesses about all columns in the order of the files; several labels come first, as they were told."""
 
     guesses: list[Guess]
     csv: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class SchemaGuess:
             raise ValueError(
                 f"no id column found in {self.origin}; name one (--categorical COLUMN, in Python categorical=[...])"
             )
-        value["label"] = self.of("label")[0].spec
+        value["label"] = [g.spec for g in self.of("label")]
         value |= {role: found[0].spec for role in ("weight", "time") if (found := self.of(role))}
         value |= {"csv": self.csv, "split": {"kind": self.split_kind}, "tables": self.tables}
         value["statistics"] = self.statistics
@@ -140,15 +140,13 @@ def guess_columns(
     will be prepared; if None, all.
     Raises ValueError if a named column is absent or cannot have its role.
     """
-    label, weight, time, roles = read.label, read.weight, read.time, read.roles
-    rule = LABEL_RULE.fullmatch(label or "")
-    reader, csv = _open(source, (label, rule and rule[1], weight, time, *roles), read.null_values)
+    weight, time, roles = read.weight, read.time, read.roles
+    of_rules = [label_rule(text, ())[0] for text in read.label]
+    reader, csv = _open(source, (*read.label, *of_rules, weight, time, *roles), read.null_values)
     names = list(reader.schema.names)
-    made: dict[str, Any] = {}
-    if rule and label not in names:
-        label = rule[1]
-        made = {"at_least": float(rule[2])} if rule[2] else {"positive": [v.strip() for v in rule[3].split(",")]}
-    named = [("label", label), ("weight", weight), ("time", time)]
+    told = [label_rule(text, names) for text in read.label]
+    columns_of_labels = [column for column, *_ in told]
+    named = [*(("label", column) for column in columns_of_labels), ("weight", weight), ("time", time)]
     for what, name in (*named, *((role, name) for name, role in roles.items())):
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
@@ -164,16 +162,25 @@ def guess_columns(
             f"column {twice[0][0]!r} cannot be both {twice[0][1]} and {dict(given)[twice[0][0]]}; name another"
         )
     weights = [_weight(f) for f in facts if f.name == weight]
-    candidates = [f for f in facts if f.name == label or (roles.get(f.name) != "exclude" and f.name != weight)]
-    label_guess, question, notes = find_label(candidates, label, made, read)
-    label_name = None if label_guess is None else label_guess.column
-    others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
-    labels = None if label_guess is None or label_guess.role != "label" else labels_of(sample, label_guess)
+    left = {weight, *(name for name, role in roles.items() if role == "exclude")}
+    candidates = [f for f in facts if f.name in columns_of_labels or f.name not in left]
+    nothing: list[tuple[str | None, dict[str, Any], str]] = [(None, {}, "")]
+    looks = [find_label(candidates, column, made, read) for column, made, _ in told or nothing]
+    question, notes = looks[0][1:]
+    label_guesses = [guess for guess, *_ in looks if guess is not None]
+    for g, (column, _, name) in zip(label_guesses, told, strict=False):
+        g.spec.update({"name": name} if columns_of_labels.count(column) > 1 else {})
+    left |= {g.column for g in label_guesses}
+    others = [f for f in candidates if f.name not in left]
+    every = [labels_of(sample, g) for g in label_guesses if g.role == "label"]
+    labels = every[0] if every else None
+    if labels is not None:
+        labels = replace(labels, good=np.logical_and.reduce([each.good for each in every if each is not None]))
     training = Training(reader, csv.get("null_values", MISSING), split, read.skip_bad_rows, rows)
     time_guess, time_notes, set_later = find_time(others, time, read.time_format, found, labels, training)
     if labels is not None:
         labels = replace(labels, good=training.among(found, labels, time_guess))
-    taken = {g.column: g for g in (label_guess, time_guess, *weights) if g is not None}
+    taken = {g.column: g for g in (*label_guesses, time_guess, *weights) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
     later = [g for g in (*set_later, *other_labels(others, labels)) if g.column not in {**taken, **roles}]
@@ -182,12 +189,15 @@ def guess_columns(
     taken |= {f.name: _told(f, roles[f.name]) for f in facts if f.name in roles}
     num_rows = max(reader.count_rows()[0], sample.num_rows)
     features = _features([f for f in facts if f.name not in taken], sample, labels)
-    guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
+    first = label_guesses if len(label_guesses) > 1 else []
+    rest = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
+    guesses = [*first, *(g for g in rest if g not in first)]
     more: dict[str, Any] = {"num_rows": num_rows, "is_binary": labels is not None, "reader": reader}
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, **more)
     if labels is None:
         return guess
-    guess = _without_leaks(guess, facts, sample.filter(pa.array(labels.good)), roles)
+    for label in guess.of("label"):
+        guess = _without_leaks(guess, label, facts, sample.filter(pa.array(labels.good)), roles)
     return _with_crosses(guess, facts, sample, labels)
 
 
@@ -233,13 +243,13 @@ def _features(facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | N
 
 
 def _without_leaks(
-    guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
+    guess: SchemaGuess, of: Guess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
 ) -> SchemaGuess:
-    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning.
+    """Returns `guess` without columns that give a label away; those that the user named stay, with a warning.
 
     Columns that are merely strong stay too, with a note.
     """
-    label = LabelSpec.model_validate(guess.of("label")[0].spec)
+    label = LabelSpec.model_validate(of.spec)
     used = [*dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or holds_unix_times(f))]
     time = guess.of("time")[0].column if guess.of("time") else None
@@ -252,11 +262,12 @@ def _without_leaks(
         for name, reason in found.strong.items()
     ]
     kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in named.items()]
-    guesses: dict[tuple[str, str], Guess] = {}
+    guesses: list[Guess] = []
     for g in guess.guesses:
         g = Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g
-        guesses[g.column, g.role] = g
-    return replace(guess, guesses=[*guesses.values()], notes=(*guess.notes, *notes), warnings=tuple(kept))
+        guesses += [g] if g not in guesses else []
+    notes, kept = ([*dict.fromkeys(texts)] for texts in ((*guess.notes, *notes), (*guess.warnings, *kept)))
+    return replace(guess, guesses=guesses, notes=tuple(notes), warnings=tuple(kept))
 
 
 def leak_text(column: str, reason: str) -> str:
