@@ -135,7 +135,9 @@ class Scorer:
         for column in made["columns"]:
             values = columns[column["name"]]
             if "keys" not in column:
-                argument, count = self._numbers(column, self._cells.as_seconds(values))
+                how = {name: made["options"].get(name) for name in ("zone", "format")}
+                argument, count = self._numbers(column, self._cells.as_seconds(values, **how))
+                argument = self._cells.on_clock(argument, how["zone"]) if "zone" in made["options"] else argument
             elif "kind" not in column:
                 argument, count = self._hashes(column, values)
             else:

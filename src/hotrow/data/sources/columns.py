@@ -32,6 +32,7 @@ from hotrow.data.cells import (
     fault_of,
     is_text,
     numbers,
+    on_clock,
     to_label,
     to_weight,
     without_missing,
@@ -364,7 +365,9 @@ class ColumnsSource:
             arguments: list[Any] = []
             for column, kind in zip(inputs, transform.takes(len(inputs)), strict=True):
                 if kind == "number":
-                    found, fault, num_unreadable = self._numbers(as_seconds(stored[column]), column)
+                    how = {name: transform.options.get(name) for name in ("zone", "format")}
+                    found, fault, num_unreadable = self._numbers(as_seconds(stored[column], **how), column)
+                    found = on_clock(found, how["zone"]) if "zone" in transform.options else found
                     faults.append(fault)
                     arguments.append(found)
                 else:

@@ -26,7 +26,7 @@ from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.crosses import find_crosses
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import MOSTLY, Labels, find_label, label_rule, labels_of, other_labels
-from hotrow.data.sources.guess_time import find_time, holds_unix_times
+from hotrow.data.sources.guess_time import clock_of, find_time, holds_unix_times
 from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.kinds import Kind, tell_kind
 from hotrow.data.sources.leaks import find_leaks
@@ -45,6 +45,7 @@ from hotrow.data.sources.schema import (
 from hotrow.data.sources.tabular import TableReader, TextReader
 from hotrow.data.sources.training import Training
 
+FURTHER_TIME = "a further time; the transforms hour, weekday and age make inputs of one"
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
@@ -72,6 +73,8 @@ class SchemaGuess:
     """Whether the label is 0 or 1, so that statistics can count the positive ones."""
     crosses: tuple[tuple[str, ...], ...] = ()
     """Columns whose statistics are taken together as well: pairs, then triples."""
+    clock: Mapping[str, list[Any]] = field(default_factory=dict)
+    """What `transforms`, `categorical` and `statistics` have more if hours and weekdays are inputs."""
     reader: TableReader | None = None
     """The table, of which text has been read."""
 
@@ -196,14 +199,31 @@ def guess_columns(
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, **more)
     if labels is None:
         return guess
+    training_rows = sample.filter(pa.array(labels.good))
     for label in guess.of("label"):
-        guess = _without_leaks(guess, label, facts, sample.filter(pa.array(labels.good)), roles)
-    return _with_crosses(guess, facts, sample, labels)
+        guess = _without_leaks(guess, label, facts, training_rows, roles)
+    return _with_crosses(_with_clock(guess, facts, training_rows), facts, sample, labels)
 
 
 def single_ids(guesses: Sequence[Guess]) -> list[str]:
     """Returns the columns that are features of one id per row."""
     return [g.column for g in guesses if g.role == "categorical" and "kind" not in g.spec]
+
+
+def _with_clock(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table) -> SchemaGuess:
+    """Returns `guess` with the hours and weekdays of its time, and of further times that do not give a label away."""
+    formats = {g.column: g.spec.get("format") for g in guess.of("time")}
+    time, names = next(iter(formats), None), sample.column_names
+    further = [f.name for f in facts if f.kind == "time" and Guess("", f.name, {}, FURTHER_TIME) in guess.guesses]
+    for g in guess.of("label"):
+        found = find_leaks(sample, LabelSpec.model_validate(g.spec), further, times=further, time=time)
+        further = [name for name in further if name not in {*found.leaks, *found.strong}]
+    formats |= {f.name: None for f in facts if f.name in further and not f.time_formats}
+    clocks = (clock_of(f, formats[f.name], sample.column(f.name), names) for f in facts if f.name in formats)
+    made = [each for clock in clocks for each in clock]
+    into = [spec["into"] for each in made for spec in each.values()]
+    more = {"categorical": [{"column": name} for name in into], "statistics": [{"columns": [name]} for name in into]}
+    return replace(guess, clock={"transforms": made, **more} if made else {})
 
 
 def _with_crosses(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels) -> SchemaGuess:
@@ -355,7 +375,7 @@ def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> 
     if f.num_distinct <= 1 and not f.num_missing and f.kind != "list":
         return [Guess("", f.name, {}, "the same value in every sampled row")]
     if f.kind == "time":
-        return [Guess("", f.name, {}, "a further time; the transforms hour, weekday and age make inputs of one")]
+        return [Guess("", f.name, {}, FURTHER_TIME)]
     if f.kind == "list" or f.separator is not None:
         return [_list_feature(f)]
     kind = _kind_of_numbers(f, column, labels)
