@@ -76,7 +76,7 @@ def score(folder: Path, columns: dict[str, list[Any]]) -> np.ndarray:
     """Returns the score of each row. columns: raw values by name."""
     about = json.loads((folder / "export.json").read_text())
     tables = {table["name"]: table for table in about["tables"]}
-    refused = [name for name in ("transforms", "statistics") if about[name]]
+    refused = [name for name in ("transforms", "statistics", "at_serving") if about[name]]
     for name, table in tables.items():
         if table["vocabulary"] is None or table["vocabulary"]["hash_cap"] is not None:
             refused.append(f"ids of table {name} that are hashed, or row numbers")

@@ -80,7 +80,8 @@ class Scorer:
             taken = [column["name"] for column in each["columns"]]
             made[each["into"]] = [name for column in taken for name in made.get(column, [column])]
         inputs = [column["name"] for column in self.about["dense"] + self.about["features"]]
-        return list(dict.fromkeys(name for each in inputs for name in made.get(each, [each])))
+        fixed = self.about["at_serving"]
+        return [*dict.fromkeys(n for each in inputs for n in made.get(each, [each]) if n not in fixed)]
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
@@ -107,6 +108,7 @@ class Scorer:
                 raise ValueError(f"column {name!r} has {len(columns[name])} rows, {self.columns[0]!r} has {num_rows}")
         missing = self.about.get("missing", ())
         columns = {name: self._cells.without_missing([*columns[name]], missing) for name in self.columns}
+        columns |= {name: [value] * num_rows for name, value in self.about["at_serving"].items()}
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         unreadable: dict[str, int] = {}

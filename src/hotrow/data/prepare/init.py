@@ -151,6 +151,8 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     if left := guess.of(""):
         yield "# left out:"
         yield from (f"#   {_scalar(g.column)}: {g.reason}" for g in left)
+    if guess.at_serving:
+        yield _commented(f"at_serving: {_flow(dict(guess.at_serving))}", "what a column counts as in rows to score")
     tables = ", ".join(f"{name}: {_flow(spec)}" for name, spec in guess.tables.items())
     yield _commented(f"tables: {{{tables}}}", "ids that are seen once share a row")
     if guess.statistics:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from hotrow.data.sources.tabular import TableReader, TextReader
 from hotrow.data.sources.training import Training
 
 FURTHER_TIME = "a further time; the transforms hour, weekday and age make inputs of one"
+PLACE_NAMES, MOST_PLACES = r"(.*_)?(position|pos|rank|slot)", 1000
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
@@ -75,6 +77,8 @@ class SchemaGuess:
     """Columns whose statistics are taken together as well: pairs, then triples."""
     clock: Mapping[str, list[Any]] = field(default_factory=dict)
     """What `transforms`, `categorical` and `statistics` have more if hours and weekdays are inputs."""
+    at_serving: Mapping[str, Any] = field(default_factory=dict)
+    """As in a schema."""
     reader: TableReader | None = None
     """The table, of which text has been read."""
 
@@ -124,7 +128,7 @@ class SchemaGuess:
         value["label"] = [g.spec for g in self.of("label")]
         value |= {role: found[0].spec for role in ("weight", "time") if (found := self.of(role))}
         value |= {"csv": self.csv, "split": {"kind": self.split_kind}, "tables": self.tables}
-        value["statistics"] = self.statistics
+        value |= {"statistics": self.statistics, "at_serving": self.at_serving}
         return parse_schema(value, where="guessed schema")
 
 
@@ -150,7 +154,8 @@ def guess_columns(
     told = [label_rule(text, names) for text in read.label]
     columns_of_labels = [column for column, *_ in told]
     named = [*(("label", column) for column in columns_of_labels), ("weight", weight), ("time", time)]
-    for what, name in (*named, *((role, name) for name, role in roles.items())):
+    named_at = (("at_serving", name) for name in read.at_serving)
+    for what, name in (*named, *named_at, *((role, name) for name, role in roles.items())):
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
@@ -196,6 +201,9 @@ def guess_columns(
     rest = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
     guesses = [*first, *(g for g in rest if g not in first)]
     more: dict[str, Any] = {"num_rows": num_rows, "is_binary": labels is not None, "reader": reader}
+    more["at_serving"] = served = dict(read.at_serving)
+    inputs = {g.column for g in guesses if g.role in ("dense", "categorical")}
+    notes = (*notes, *_about_places([f for f in facts if f.name in inputs], served))
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, **more)
     if labels is None:
         return guess
@@ -208,6 +216,16 @@ def guess_columns(
 def single_ids(guesses: Sequence[Guess]) -> list[str]:
     """Returns the columns that are features of one id per row."""
     return [g.column for g in guesses if g.role == "categorical" and "kind" not in g.spec]
+
+
+def _about_places(facts: Sequence[ColumnFacts], at_serving: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what becomes of columns that seem to say where a row was shown when rows are scored."""
+    for f in facts:
+        if f.name in at_serving:
+            yield f"column {shown(f.name)} counts as {at_serving[f.name]} in all rows that are scored"
+        elif is_like(PLACE_NAMES, f.name) and f.kind == "int" and f.low >= 0 and f.high <= MOST_PLACES:
+            constant = f"--at-serving {quote(f'{f.name}={f.low:.0f}')} scores as if all rows had {f.low:.0f}"
+            yield f"column {shown(f.name)} must be known when a row is scored; if it is not, {constant}"
 
 
 def _with_clock(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table) -> SchemaGuess:

@@ -43,6 +43,9 @@ class ReadOptions:
     lists: Sequence[str] = _option("Columns with several ids a row.", ())
     text: Sequence[str] = _option("Columns of ids that stay text, so that 007 is not 7.", ())
     exclude: Sequence[str] = _option("Columns to leave out.", ())
+    at_serving: Mapping[str, int | float | str] = _option(
+        "What a column counts as in all rows to score, as position=1; training sees it as it is.", ()
+    )
     null_values: Sequence[str] = _option("Texts that mean a missing value, besides the empty one.", ())
     skip_bad_rows: int = _option("How many bad rows may be skipped; skipped rows are counted.", 0)
 
@@ -54,6 +57,11 @@ class ReadOptions:
                 raise ValueError(f"{name} is {reprlib.repr(given)}; give {what}")
         if isinstance(self.label, str):
             object.__setattr__(self, "label", (self.label,))
+        if not isinstance(self.at_serving, Mapping):  # from the command line, COLUMN=VALUE
+            self._check_list("at_serving", self.at_serving)
+            if bare := [text for text in self.at_serving if "=" not in text]:
+                raise ValueError(f"at_serving is {bare[0]!r}; write COLUMN=VALUE, such as position=1")
+            object.__setattr__(self, "at_serving", dict(text.split("=", 1) for text in self.at_serving))
         for name in ("label", *get_args(Role), "null_values"):
             self._check_list(name, getattr(self, name))
         if twice := [label for label in self.label if self.label.count(label) > 1]:

@@ -191,7 +191,7 @@ def open_source(
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
     options: dict[str, Any] = {"values": values, "skip_bad_rows": read.skip_bad_rows}
     if name == "criteo" and is_paths(data):
-        for field in ("transforms", "weight"):
+        for field in ("transforms", "weight", "at_serving"):
             if schema is not None and getattr(schema, field):
                 cure = "name the source csv with this schema"
                 raise ValueError(f"{field}: source criteo reads its columns alone; {cure}")

@@ -319,6 +319,8 @@ class Schema(_Strict):
     time: TimeSpec | None = None
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
+    at_serving: dict[str, int | float | str] = {}
+    """What a column counts as in all rows to score, which need not have it. Training and evaluation see it as it is."""
     transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
     """Columns that are computed from columns: mappings from a transform's name to what it computes, of stored columns
     and of those that entries before it compute."""
@@ -422,6 +424,8 @@ class Schema(_Strict):
                         f"transforms: {transform.name} takes a list of ids, but {column!r} has one value per row; name "
                         "a column of lists, or list it under categorical with `kind: sequence`"
                     )
+        if unknown := [name for name in self.at_serving if name not in self.input_names]:
+            raise ValueError(f"at_serving: no input is made of {unknown[0]!r}{nearest(unknown[0], self.input_names)}")
         self._lists_fit()
         return self
 
