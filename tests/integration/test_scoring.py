@@ -24,8 +24,11 @@ from hotrow.data.chunk import RowError
 from hotrow.data.coded import to_keys
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
+from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import CategoricalSpec, parse_schema
+from hotrow.export.score import load_module
 from hotrow.run.folder import RunFolder
+from hotrow.serve.scorer import Scorer
 from loops import looped
 
 OPTIONS: dict[str, Any] = {
@@ -457,3 +460,46 @@ def test_text_of_integers_is_cast_at_once_unless_a_value_is_odd(monkeypatch: pyt
     assert not looked_at
     to_keys(pa.array(["12", "7", "guest"] * 100), spec, "int")
     assert looked_at == ["12", "7", "guest"], "each different text once"
+
+
+def test_a_column_counts_as_told_when_rows_are_scored(tmp_path: Path) -> None:
+    """As if all rows had it, wherever they are scored; training and evaluation see what was logged. Clicks fall with
+    the position, which says nothing of how good an item is."""
+    rng, n = np.random.default_rng(0), 6000
+    item, position = rng.integers(0, 20, n), rng.integers(1, 11, n)
+    click = rng.random(n) < 0.9 * item / 20 / position
+    logged = pa.table(
+        {"item": item.astype(str), "position": position.astype(str), "price": rng.random(n), "click": click}
+    )
+    told: dict[str, Any] = {"label": "click", "choice": False, "quiet": True, **OPTIONS}
+    plain = hotrow.fit(logged, run=tmp_path / "plain", **told)
+    run = hotrow.fit(logged, run=tmp_path / "run", at_serving={"position": 1}, **told)
+    assert run.metrics == plain.metrics and run.evaluate_rows(logged) == plain.evaluate_rows(logged)
+    first = logged.set_column(1, "position", pa.array(["1"] * n))
+    without, wanted = logged.drop_columns(["position", "click"]), plain.predict(first)
+    for rows in (logged, first, without):
+        np.testing.assert_array_equal(run.predict(rows, strict=True), wanted)
+    run.write_scores(logged, tmp_path / "kept.parquet", keep=["position"])
+    assert pq.read_table(tmp_path / "kept.parquet")["position"].to_pylist() == logged["position"].to_pylist()
+    run.export(tmp_path / "out")
+    scorer, served = load_module(tmp_path / "out" / "score.py").Scorer(tmp_path / "out"), Scorer(tmp_path / "out")
+    assert sorted(scorer.columns) == sorted(served.columns) == ["item", "price"]
+    np.testing.assert_array_equal(served.score(without.to_pylist(), strict=True), wanted)
+    np.testing.assert_array_equal(served.score(logged.drop_columns(["click"]).to_pylist(), strict=True), wanted)
+    np.testing.assert_allclose(scorer.score(logged.to_pydict()), wanted, rtol=0, atol=1e-6)
+    order = [np.corrcoef(each.predict(logged), item)[0, 1] for each in (plain, run)]
+    assert order[1] > order[0] + 0.2, "items are ranked by what they are worth"
+
+
+def test_a_column_that_looks_like_a_position_is_named() -> None:
+    rows = pa.table({"click": [0] * 50 + [1] * 50, "slot": [1, 2, 3, 4] * 25, "user": ["a", "b"] * 50})
+    alone, told = (guess_columns(rows, label="click", at_serving=own) for own in ({}, {"slot": 3}))
+    assert any("column slot must be known when" in note and "--at-serving slot=1" in note for note in alone.notes)
+    assert any("counts as 3 in all rows" in note for note in told.notes) and told.schema().at_serving == {"slot": 3}
+    for own, reason in (
+        ({"slto": 1}, "at_serving column 'slto' is not there; did you mean 'slot'"),
+        ({"click": 1}, "at_serving: no input is made of 'click'"),
+        ({"slot": [1]}, "at_serving.slot"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            guess_columns(rows, label="click", at_serving=own).schema()

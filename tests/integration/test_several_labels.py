@@ -13,13 +13,16 @@ import pyarrow.csv
 import pytest
 import sklearn.metrics
 import torch
+import yaml
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import hotrow
 from hotrow.config.load import load_config, make_config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.init import render_schema
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import load_schema, parse_schema
 from hotrow.export.inputs import load_module
 from hotrow.models import MODELS
@@ -150,7 +153,7 @@ def test_each_label_is_learned_and_judged(run: hotrow.Run, tmp_path: Path) -> No
 
 def test_run_and_report_name_each_label(run: hotrow.Run) -> None:
     record = json.loads((run.path / "run.json").read_text())
-    assert record["labels"] == ["click", "ordered"] and record["monitor"] == "logloss"
+    assert record["labels"] == ["click", "ordered"] and record["monitor"] == "loss"
     assert record["metrics"]["test"].keys() >= {"auc", "ordered.auc", "ordered.logloss", "loss"}
     lines, page = run.closing_lines("4,000 rows", []), (run.path / "report.html").read_text()
     for name, figure in (("click", "auc"), ("ordered", "ordered.auc")):
@@ -286,9 +289,47 @@ def test_options_for_one_label_are_refused(run: hotrow.Run, tmp_path: Path) -> N
             hotrow.fit(run.path / "data", run=tmp_path / option, quiet=True, **{option: value})
 
 
-def test_an_option_for_labels_names_the_schema() -> None:
-    with pytest.raises(ValueError, match="several labels are listed in a schema"):
-        hotrow.fit({"a": [1]}, label=["click", "order"])
+def test_labels_that_are_told_make_the_schema_and_choose_together(tmp_path: Path) -> None:
+    """Both in the order told, two rules of one column apart by their values; the mean of their losses chooses."""
+    rows = pa.table(visits(1500))
+    told = ["action = none", "click", "action = order"]
+    guess = guess_columns(rows, label=told)
+    assert [(own.title, own.positive) for own in guess.schema().labels] == [
+        ("none", ("none",)), ("click", None), ("order", ("order",)),
+    ]  # fmt: skip
+    assert parse_schema(yaml.safe_load(render_schema(guess)), where="written").labels == guess.schema().labels
+    run = hotrow.fit(rows, label=["click", "action = order"], time="ts", run=tmp_path / "run", quiet=True, members=1)
+    assert run.record.labels == ["click", "action"] and run.record.choice is not None
+    chosen = hotrow.load(tmp_path / "run" / "selection" / run.record.choice.run)
+    assert chosen.record.monitor == "loss" == chosen.record.trained_for.loss_figure
+    lines = [line for line in chosen.folder.measurements() if "losses" in line]
+    weights = [len(range(k, 150, 64)) for k in range(64)]
+    assert np.average(lines[-1]["losses"], weights=weights) == pytest.approx(lines[-1]["loss"], rel=1e-4)
+    assert run.predict(rows).shape == (1500, 2)
+
+
+def test_what_gives_any_of_the_labels_away_is_left_out() -> None:
+    rows = visits(1500)
+    rows["paid"] = [9.5 if action == "order" else None for action in rows["action"]]
+    alone, both = (guess_columns(pa.table(rows), label=told) for told in ("click", ["click", "action = order"]))
+    assert "paid" not in [g.column for g in alone.of("")] and "paid" in [g.column for g in both.of("")]
+
+
+@looped("label, reason", [
+    (["click", "action = order", "click"], "'click' twice"),
+    (["click", "clack"], "'clack' is not there; did you mean 'click'"),
+    (["click", "ts"], r"column 'ts' holds .* say which are positive"),
+    (["click", 3], "label is .*3.*; give a list of the names of columns"),
+])  # fmt: skip
+def test_labels_that_cannot_be_are_named(label: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        hotrow.fit(pa.table(visits(300)), label=label)
+
+
+def test_a_label_that_never_varies_is_named(tmp_path: Path) -> None:
+    rows = pa.table(visits(600) | {"buy": [0] * 600})
+    with pytest.raises(ValueError, match=r"fit tells rows apart by 'buy', but .* rows of label 0 alone"):
+        hotrow.fit(rows, label=["click", "buy"], run=tmp_path / "run", refit=False, quiet=True)
 
 
 @pytest.mark.slow

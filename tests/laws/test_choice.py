@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import raw_rows, run_prepare
 from hotrow.data.sources.columns import ColumnsSource
+from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.run import choice, runs, several
@@ -127,6 +129,31 @@ def test_a_stopped_choice_goes_on_and_labels_of_the_test_change_nothing(
     begun = [name for name, _ in trained]
     assert begun[:4] == [*SHORT, SHORT[2]] and begun[4] == begun[5] == "none-full"
     assert len({*begun[5:]}) == len(begun[5:]) == 3, "what has finished is not trained again"
+
+
+def test_hours_are_inputs_if_validation_rows_say_so(tmp_path: Path) -> None:
+    """The hour of the time's own offset decides the click; labels of test rows decide nothing; a further time that is
+    set with the outcome is no candidate, and another one is."""
+    generator, rows = np.random.default_rng(0), 3000
+    start = datetime(2024, 3, 25, tzinfo=timezone(timedelta(hours=5)))
+    times = [start + timedelta(minutes=4 * i) for i in range(rows)]
+    click = generator.random(rows) < np.where(np.array([t.hour for t in times]) < 8, 0.7, 0.1)
+    table = {"item": generator.integers(0, 20, rows).astype(str), "click": click, "ts": [t.isoformat() for t in times]}
+    later = [t + timedelta(days=1) for t in times]
+    joined = [start - timedelta(hours=int(h)) for h in generator.integers(1, 900, rows)]
+    further = {"paid_at": later, "joined_at": joined}
+    clock = guess_columns(pa.table(table | further), label="click", time="ts").clock
+    made = [f"{name} {part}" for name in ("ts", "joined_at") for part in ("hour", "weekday")]
+    assert [spec["column"] for spec in clock["categorical"]] == made
+    flipped = np.where(np.arange(rows) < rows * 9 // 10, click, ~click)
+    run, other = fit(tmp_path / "a", pa.table(table)), fit(tmp_path / "b", pa.table(table | {"click": flipped}))
+    tried, record = [*outcomes(run)], run.record.choice
+    assert record is not None and "-clock" in record.chosen and outcomes(run) == outcomes(other)
+    assert [name for name in tried if name.endswith("clock-full")] == [tried[5]]
+    assert {f.name for f in (run.path / "selection").iterdir() if (f / "data").exists()} == {tried[5]}
+    assert weights(run) == weights(other) and run.metrics != other.metrics
+    with pytest.raises(ValueError, match="no column 'ts'"):
+        run.predict({"item": ["1"]})
 
 
 def test_what_is_kept_of_candidates(chosen: hotrow.Run) -> None:

@@ -5,6 +5,7 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform
 from hotrow.export.inputs import load_module
+from hotrow.serve.scorer import Scorer
 from loops import looped
 
 SCHEMA: dict[str, Any] = {
@@ -307,6 +309,52 @@ def test_times_and_dates_are_unix_seconds(tmp_path: Path) -> None:
     scorer = load_scorer(tmp_path / "out")
     found = scorer.score({name: rows[name].to_pylist() for name in scorer.columns})
     np.testing.assert_allclose(found, run.predict(rows), rtol=0, atol=1e-5)
+
+
+def test_the_hour_on_a_clock_is_that_of_zoneinfo_however_times_are_stored(tmp_path: Path) -> None:
+    """Half-hours over both changes of the clock in Berlin, 2024. Naive text in another format shows the clock as it
+    is, numbers of any unit and zoned times are put on it, and those of an offset of their own keep that."""
+    berlin, rng = ZoneInfo("Europe/Berlin"), np.random.default_rng(0)
+    starts = [1_711_756_800, 1_729_900_800]
+    seconds = rng.permutation([start + 1800 * i for start in starts for i in range(150)])
+    local = [datetime.fromtimestamp(int(s), berlin) for s in seconds]
+    columns: dict[str, Any] = {
+        "s": seconds, "ms": seconds * 1000, "ns": pa.array([str(s * 10**9) for s in seconds]),
+        "utc": pa.array(seconds, pa.timestamp("s", "UTC")), "iso": [t.astimezone(UTC).isoformat() for t in local],
+        "zoned": pa.array(seconds, pa.timestamp("s", "Europe/Berlin")), "own": [t.isoformat() for t in local],
+        "plain": pa.array([t.strftime("%d/%m/%Y %H:%M") for t in local]).dictionary_encode(),
+    }  # fmt: skip
+    how = {"zoned": {"zone": "written"}, "own": {"zone": "written"}, "plain": {"format": "%d/%m/%Y %H:%M"}}
+    made = [
+        {part: {"column": name, "into": f"{name} {part}", **how.get(name, {"zone": "Europe/Berlin"})}}
+        for name in columns
+        for part in ("hour", "weekday")
+    ]
+    into = [spec["into"] for each in made for spec in each.values()]
+    schema = {"label": "click", "categorical": ["user", *into], "transforms": made, "split": {"kind": "random"}}
+    rows = pa.table({"click": rng.integers(0, 2, 300), "user": rng.integers(0, 9, 300), **columns})
+    packed = run_prepare("frame", rows, tmp_path / "packed", schema=parse_schema(schema, where="test"))
+    ((batch, _),) = Encoder.load(packed).rows(rows)
+    for part, wanted in (("hour", [t.hour for t in local]), ("weekday", [t.weekday() for t in local])):
+        for name in columns:
+            keys = Keys(np.array(wanted, np.int64), None, np.ones(300, np.bool_))
+            known = packed.vocabulary(f"{name} {part}").lookup(keys)
+            np.testing.assert_array_equal(batch.sparse.bags(f"{name} {part}")[0], known, f"{name} {part}")
+            assert len({*known.tolist()}) == len({*wanted}), "no two of them share a row"
+    options = {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "batch_size": 64, "epochs": 1}
+    run = hotrow.fit(packed.path, run=tmp_path / "run", quiet=True, **options)
+    run.export(tmp_path / "out")
+    scorer, served, scores = load_scorer(tmp_path / "out"), Scorer(tmp_path / "out"), run.predict(rows)
+    found = scorer.score({name: rows[name].to_pylist() for name in scorer.columns})
+    np.testing.assert_allclose(found, scores, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(served.score(rows.to_pylist()), scores)
+    late = {name: values for name, values in rows.to_pydict().items() if name != "own"}
+    for score in (run.predict, scorer.score, lambda columns: served.score(columns, strict=True)):
+        with pytest.raises(ValueError, match="'own'"):
+            score(late)
+    wrong = {**schema, "transforms": [{"hour": {"column": "s", "zone": "Europe/Berln", "into": "user"}}]}
+    with pytest.raises(ValueError, match=r"hour\.zone is 'Europe/Berln'; did you mean 'Europe/Berlin'"):
+        parse_schema(wrong, where="test")
 
 
 @pytest.mark.filterwarnings("ignore:ids that training never saw")

@@ -32,7 +32,7 @@ SMALL = {"batch_size": 64, "epochs": 1, "embedding_dim": 2, "bottom_mlp": [4], "
 TOLD: dict[str, Any] = {
     "label": "click", "objective": "squared_error", "weight": "paid", "time": "seen", "time_format": "%d/%m/%Y",
     "categorical": ["age"], "dense": ["level"], "lists": ["tags"], "text": ["zip"], "exclude": ["note"],
-    "null_values": ["-"], "skip_bad_rows": 1,
+    "null_values": ["-"], "skip_bad_rows": 1, "at_serving": ["zip=7"],
 }  # fmt: skip
 """Every option, each with an effect on `logs`."""
 
@@ -64,6 +64,7 @@ def kinds(dataset: PackedDataset) -> dict[str, Any]:
     schema: Any = dataset.info.ids["schema"]
     return {name: schema[name] for name in ("label", "weight", "time", "dense", "categorical")} | {
         "nulls": schema["csv"]["null_values"],
+        "at_serving": schema["at_serving"],
         "rows": sum(split.num_rows for split in dataset.info.splits.values()),
     }
 
@@ -93,7 +94,7 @@ def test_every_option_means_the_same_everywhere(
         "zip": ("one_hot", "text"),
         "item": ("one_hot", None),
     }
-    assert by_python["nulls"] == [*MISSING, "-"]
+    assert by_python["nulls"] == [*MISSING, "-"] and by_python["at_serving"] == {"zip": "7"}
     command("prepare", "csv", logs, "--out", "b", *flags(TOLD))
     assert kinds(PackedDataset.open(tmp_path / "b")) == by_python
     run = hotrow.fit(logs, run=tmp_path / "run", quiet=True, choice=False, **TOLD, **SMALL)
@@ -125,6 +126,7 @@ def test_one_missing_label_is_passed_by_what_the_error_proposes(
     [
         ({"exclude": ["note"], "dense": ["note"]}, "column 'note' is listed in dense and in exclude"),
         ({"text": "zip"}, r"text is the text 'zip'; give a list of names: text=\['zip'\]"),
+        ({"at_serving": ["position"]}, "at_serving is 'position'; write COLUMN=VALUE"),
         ({"null_values": [5]}, r"null_values is \[5\]; give a list of texts"),
         ({"time_format": "%Y"}, "time_format needs time"),
         ({"skip_bad_rows": -1}, "skip_bad_rows is -1"),

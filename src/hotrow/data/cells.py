@@ -60,6 +60,8 @@ NUMBER = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
 INTEGER = r"^(0|-?[1-9]\d*)$"
 WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
 """A whole number as text of floats has it: pandas writes integers with gaps so."""
+WRITTEN = "written"
+"""The time zone whose clock shows a time as it is written."""
 ISO_DATE = r"^\s*\d{4}-\d\d-\d\d"
 HEX = r"^[0-9a-fA-F]{1,8}$"
 OTHER_BLANKS = ("\u00a0", "\u202f", "\u2009")
@@ -255,8 +257,9 @@ def json_text(literal: str) -> str:
 _JSON = json.JSONDecoder(parse_int=str, parse_float=json_text)
 
 
-def seconds_of(value: Any) -> Any:
-    """A time or date, also in ISO 8601, as unix seconds, rounded down to microseconds; any other value as it is."""
+def seconds_of(value: Any, zone: str | None = None) -> Any:
+    """A time or date, also in ISO 8601, as unix seconds, rounded down to microseconds; any other value as it is.
+    zone: as for `as_seconds`."""
     if isinstance(value, str) and re.match(ISO_DATE, value):
         with suppress(ValueError):
             value = datetime.fromisoformat(value.strip())
@@ -264,6 +267,7 @@ def seconds_of(value: Any) -> Any:
         return value
     if not isinstance(value, datetime):
         value = datetime(value.year, value.month, value.day)
+    value = value.replace(tzinfo=None) if zone == WRITTEN else value
     return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo and UTC)) // timedelta(microseconds=1) / 1e6
 
 
@@ -477,20 +481,50 @@ def with_plain_blanks(array: pa.Array) -> pa.Array:
     return pc.utf8_trim_whitespace(array)
 
 
-def as_seconds(column: Column) -> Column:
-    """Times and dates as unix seconds, rounded down to microseconds; any other column as it is."""
+def as_seconds(column: Column, *, zone: str | None = None, format: str | None = None) -> Column:
+    """Times and dates as unix seconds, rounded down to microseconds; any other column as it is.
+
+    zone: if WRITTEN, seconds count on the clock of the offset that each time is written with. format: strptime format
+    of times in text. If None, they are in ISO 8601.
+    """
+    if format is not None:
+        return _by_format(column, format)
     if isinstance(column, list):
-        return [seconds_of(value) for value in column]
+        return [seconds_of(value, zone) for value in column]
     kind = column.type
     is_coded = pa.types.is_dictionary(kind) and is_text(kind.value_type)
     if (is_coded or is_text(kind)) and pc.any(pc.match_substring_regex(plain(column), ISO_DATE)).as_py():
-        return as_seconds(column.to_pylist())
+        return as_seconds(column.to_pylist(), zone=zone)
+    if zone == WRITTEN and pa.types.is_timestamp(kind) and kind.tz is not None:
+        return as_seconds(pc.local_timestamp(column))
     if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
         return column
     ticks = column.cast(pa.timestamp("ms") if pa.types.is_date(kind) else kind).cast(pa.int64())
     unit = kind.unit if pa.types.is_timestamp(kind) else "ms"
     whole = filled(ticks, 0) // (1000 if unit == "ns" else 1)
     return pa.array(whole / {"s": 1, "ms": 1e3}.get(unit, 1e6), mask=~valid(column))
+
+
+def _by_format(column: Column, format: str) -> Column:
+    """Text as unix seconds, as TimeReader reads it; any other value, and text that is not so written, as it is."""
+    values = column if isinstance(column, list) else plain(column).to_pylist()
+    texts = pa.array([value if isinstance(value, str) else None for value in values], pa.string())
+    times: Any = as_seconds(pc.strptime(texts, format=format, unit="us", error_is_null=True))
+    return column_of([value if time is None else time for value, time in zip(values, times.to_pylist(), strict=True)])
+
+
+def on_clock(times: NDArray[np.float64], zone: str | None) -> NDArray[np.float64]:
+    """Unix times, of seconds or, as their size tells, of thousandths, millionths or billionths, as the seconds that the
+    clock of a zone shows [n]. zone: a name such as Europe/Berlin; those that count there already if WRITTEN, or UTC."""
+    scales = [(times >= least) for least in (1e17, 1e14, 1e11)]
+    seconds: NDArray[np.float64] = times / np.select(scales, [1e9, 1e6, 1e3], 1.0)
+    if zone in (None, WRITTEN):
+        return seconds
+    good = np.abs(seconds) < 1e11
+    whole = np.floor(np.where(good, seconds, 0.0))
+    moments = pa.array(whole.astype(np.int64)).cast(pa.timestamp("s", zone))
+    shown = pc.local_timestamp(moments).cast(pa.int64()).to_numpy()
+    return np.where(good, shown + (seconds - whole), np.nan)
 
 
 def ids(column: Column, encoding: IdEncoding) -> tuple[pa.Array, Mask]:

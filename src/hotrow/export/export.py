@@ -26,7 +26,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any, cast
@@ -120,6 +120,8 @@ class Description:
     """Texts that mean a missing value in every column."""
     transforms: tuple[dict[str, JsonValue], ...] = ()
     """Columns that are computed from others, in the order in which they are computed."""
+    at_serving: dict[str, JsonValue] = field(default_factory=dict)
+    """What a raw column counts as in all rows."""
     statistics: tuple[dict[str, JsonValue], ...] = ()
     """Of which features the label's statistics are inputs, after the dense columns, and with which priors."""
     calibration: tuple[dict[str, JsonValue], ...] = ()
@@ -458,6 +460,7 @@ def _describe(
         dataset={"name": info.name, "checksum": extra.dataset, "licence": info.licence},
         model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense, "edges": edges},
         missing=() if made is None else made.schema.missing,
+        at_serving={} if made is None else {**made.schema.at_serving},
         transforms=() if made is None else _computed(made),
         statistics=() if made is None else _statistics(made.schema),
         dense=tuple(_dense(column, made) for column in _raw_columns(info, made)),

@@ -62,7 +62,8 @@ class Inputs:
             taken = [column["name"] for column in each["columns"]]
             made[each["into"]] = [name for column in taken for name in made.get(column, [column])]
         inputs = [column["name"] for column in self.about["dense"] + self.about["features"]]
-        return list(dict.fromkeys(name for each in inputs for name in made.get(each, [each])))
+        fixed = self.about["at_serving"]
+        return [*dict.fromkeys(n for each in inputs for n in made.get(each, [each]) if n not in fixed)]
 
     def of(self, columns: Mapping[str, Sequence[Any]]) -> tuple[Any, Rows]:
         """Returns the dense inputs of each row, float32 [B, I], and the row numbers of its ids.
@@ -78,6 +79,7 @@ class Inputs:
                 raise ValueError(f"column {name!r} has {len(columns[name])} rows, {self.columns[0]!r} has {num_rows}")
         missing = self.about.get("missing", ())
         columns = {name: self._cells.without_missing([*columns[name]], missing) for name in self.columns}
+        columns |= {name: [value] * num_rows for name, value in self.about["at_serving"].items()}
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         unreadable: dict[str, int] = {}
@@ -106,7 +108,9 @@ class Inputs:
         for column in made["columns"]:
             values = columns[column["name"]]
             if "keys" not in column:
-                argument, count = self._numbers(column, self._cells.as_seconds(values))
+                how = {name: made["options"].get(name) for name in ("zone", "format")}
+                argument, count = self._numbers(column, self._cells.as_seconds(values, **how))
+                argument = self._cells.on_clock(argument, how["zone"]) if "zone" in made["options"] else argument
             elif "kind" not in column:
                 argument, count = self._hashes(column, values)
             else:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.objectives.objective import Figures, Objective
+from hotrow.objectives.objective import Figures, Measure, Objective
 
 
 def for_labels(objective: Objective, names: Sequence[str]) -> Objective:
@@ -29,8 +29,9 @@ class SeveralLabels(Objective):
     def __init__(self, base: Objective, names: Sequence[str]) -> None:
         self.base, self.names = base, tuple(names)
         own = {name: f"{name}." if k else "" for k, name in enumerate(self.names)}
-        kept = ("name", "label", "loss_options", *base.loss_options, "monitors", "score", "scores", "too_few")
+        kept = ("name", "label", "loss_options", *base.loss_options, "score", "scores", "too_few")
         self.prefixes = tuple(own.values())
+        title = f"mean {base.loss_title} of {', '.join(self.names)}"
         vars(self).update(
             {name: getattr(base, name) for name in kept},
             figures=(*self._prefixed(base.figures), "loss"),
@@ -42,9 +43,11 @@ class SeveralLabels(Objective):
                 )
                 for name, prefix in own.items()
                 for figure, measure in base.measures.items()
-            },
+            }
+            | {"loss": Measure(title, "lower")},
+            monitors=("loss", *base.monitors),
             loss_figure="loss",
-            loss_title=f"mean {base.loss_title} of {', '.join(self.names)}",
+            loss_title=title,
         )
 
     def _prefixed(self, names: Sequence[str]) -> tuple[str, ...]:

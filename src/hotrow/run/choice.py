@@ -9,7 +9,7 @@
 Features are the schema's `statistics` here: none, those of one column, of up to two, of up to three, each by the rules
 of `statistics_by`. All train on a short schedule, the better half on a full one, and the best of these for more epochs
 too, unless it stopped before the end of that one. Of features within one standard error of the lowest loss the plainest
-are taken: few validation rows cannot tell more.
+are taken: few validation rows cannot tell more. If there are times, the best are also tried with hours and weekdays.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class Asked:
             config = make_config(apply_overrides(raw, self.changes), origin="fit")
             num_rows, given = dataset.split("train").num_rows, self.given
             if isinstance(config.objective, BinaryCrossEntropy):
-                what = f"fit tells rows apart by {dataset.info.labels[0].name!r}"
-                check_labels(what, dataset, "train", "or say which values are positive")
+                for k, label in enumerate(dataset.info.labels):
+                    what = f"fit tells rows apart by {label.name!r}"
+                    check_labels(what, dataset, "train", "or say which values are positive", k)
             if num_rows < FEW_ROWS:
                 text = f"{num_rows} rows to train on are no basis for a model: its scores are chance; give thousands"
                 folder.warn("few_training_rows", text)
@@ -188,18 +189,22 @@ class Features(NamedTuple):
     """The most columns that one of them counts together; 0: there are none."""
     by: str | None = None
     """Their `statistics_by`."""
+    clock: bool = False
+    """Whether hours and weekdays of times are inputs too."""
 
     @property
     def name(self) -> str:
         rule = self.by if self.by in (None, "time", "rows") else "groups"
-        return ("none", "singles", "pairs", "triples")[min(self.columns, 3)] + (f"-{rule}" if rule else "")
+        size = ("none", "singles", "pairs", "triples")[min(self.columns, 3)]
+        return size + (f"-{rule}" if rule else "") + ("-clock" if self.clock else "")
 
     def of(self, opened: OpenedSource) -> OpenedSource:
-        """Returns the source with these statistics alone."""
+        """Returns the source with these inputs alone."""
         value = opened.schema.to_json()
+        value |= {name: [*value[name], *more] for name, more in opened.clock.items() if self.clock}
         kept = [spec for spec in value["statistics"] if len(spec["columns"]) <= self.columns]
         schema = parse_schema(value | {"statistics": kept, "statistics_by": self.by}, where="choice")
-        return replace(opened, schema=schema)
+        return opened.with_schema(schema) if self.clock else replace(opened, schema=schema)
 
 
 def candidates(schema: Schema) -> list[Features]:
@@ -275,6 +280,10 @@ class Selection:
         self._give_back(kept)
         last = yield from self._try(kept, "-full")
         chosen = plainest(last)
+        if self.opened.clock:
+            last += yield from self._try([chosen.features._replace(clock=True)], "-full")
+            lower, error = difference(chosen.losses, last[-1].losses)
+            chosen = last[-1] if lower > error else chosen
         is_free = self._sample == 1 and "train.epochs" not in self._asked.given
         if is_free and chosen.run.record.ended == ALL_DONE:
             last += yield from self._try([chosen.features], "-long")
@@ -315,7 +324,8 @@ class Selection:
         begun, jobs = list[tuple[Features, RunFolder]](), list[Job]()
         for features in several:
             path, opened = self._folder.path / SELECTION / (features.name + length), features.of(self.opened)
-            decide = functools.partial(self._config, opened, path.with_name(features.name), LENGTHS[length])
+            first = path.with_name(features.name + ("-full" if features.clock else ""))
+            decide = functools.partial(self._config, opened, first, LENGTHS[length])
             own, more = self._begun(path, opened, decide)
             begun, jobs = [*begun, (features, own)], [*jobs, *more]
         if jobs:

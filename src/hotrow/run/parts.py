@@ -130,7 +130,7 @@ class Evaluation(LoopPart):
 
     def _is_best(self) -> bool:
         """Evaluates; returns whether the weights are the best so far by `train.monitor`."""
-        training, state, monitor = self._training, self._training.state, self._training.config.monitor
+        training, state, monitor = self._training, self._training.state, self._training.monitor
         state.val, measure = training.score("val"), training.parts.objective.measures[monitor]
         if state.val["undefined"] is not None:
             self._without_metrics(state.val["undefined"])
@@ -144,7 +144,7 @@ class Evaluation(LoopPart):
 
     def _without_metrics(self, reason: str) -> None:
         training, state = self._training, self._training.state
-        objective, monitor = training.parts.objective, training.config.monitor
+        objective, monitor = training.parts.objective, training.monitor
         missing = [name for name in objective.measures if state.val and state.val[name] is None]
         first = missing[0] if missing else "loss"  # of rows whose items are all unknown, recall is 0 and no loss known
         title = objective.measures[first].title if missing else objective.loss_title
@@ -164,7 +164,7 @@ class EarlyStopping(LoopPart):
 
     @override
     def after_eval(self, *, is_best: bool) -> None:
-        state, monitor = self._training.state, self._training.config.monitor
+        state, monitor = self._training.state, self._training.monitor
         if state.evals_since_best >= self._patience and state.ended is None:
             title = self._training.parts.objective.measures[monitor].title
             state.ended = f"no better validation {title} in {self._patience} evaluations"
@@ -237,8 +237,8 @@ def restore(training: Training, path: Path) -> None:
     if extra.dataset != training.dataset.checksum:
         raise ValueError(f"{training.dataset.path} is not the dataset {path} was trained on: its checksum differs")
     _check_metrics(training, state, where)
-    if state.turns is None or (state.best is not None and state.best[training.config.monitor] is None):
-        raise ValueError(f"{where}: state.turns, or the {training.config.monitor} of state.best, is null; {CURE}")
+    if state.turns is None or (state.best is not None and state.best[training.monitor] is None):
+        raise ValueError(f"{where}: state.turns, or the {training.monitor} of state.best, is null; {CURE}")
     with training.aside():
         load_checkpoint(path, training.parts.with_state())
     for name, now in _surroundings(training).items():

@@ -296,6 +296,11 @@ class Training:
         return result
 
     @property
+    def monitor(self) -> str:
+        """The metric that decides which weights are best."""
+        return self.config.train.monitor or self.parts.objective.monitors[0]
+
+    @property
     def epochs(self) -> float:
         return round(self.state.step / self.steps_per_epoch, 4)
 
@@ -311,7 +316,7 @@ class Training:
             "steps_skipped": state.skipped,
             "epochs": self.epochs,
             "best_step": state.best_step if state.best else None,
-            "monitor": self.config.monitor,
+            "monitor": self.monitor,
             **merged(part.record() for part in self.loop_parts),
         }
 

@@ -38,7 +38,7 @@ def cells_of(encoder: Encoder, usual: Seen) -> Cells | None:
     """Returns what reads requests for these columns in one call; None if some of them need more, or it is not built."""
     schema = encoder.schema
     simple = all(own.kind == "one_hot" for own in schema.categorical) and all(map(is_plain, schema.dense))
-    simple = simple and not schema.computed
+    simple = simple and not schema.computed and not schema.at_serving
     reader = getattr(backend(), "CellReader", None)
     return Cells(encoder, usual, reader) if simple and reader is not None else None
 

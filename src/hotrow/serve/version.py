@@ -59,7 +59,7 @@ class Version:
         with explaining(path):
             encoder = encoder_of(path, about)
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
-            self.columns = encoder.schema.input_names
+            self.columns = tuple(n for n in encoder.schema.input_names if n not in encoder.schema.at_serving)
             self._own, self._known = frozenset(self.columns), frozenset(encoder.schema.column_names)
             self._none = f"none of the model's columns; they are {', '.join(self.columns)[:200]}"
             self.mapped = MappedTables(path, about.tables, budget)

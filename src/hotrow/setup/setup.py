@@ -168,11 +168,11 @@ def is_selection(folder: Path) -> bool:
     return SELECTION in folder.resolve().parts[-2:]
 
 
-def check_labels(asked: str, dataset: PackedDataset, name: str, cure: str) -> None:
-    """Raises ValueError, with the cure, if the rows of a split do not have both labels."""
+def check_labels(asked: str, dataset: PackedDataset, name: str, cure: str, k: int = 0) -> None:
+    """Raises ValueError, with the cure, if the rows of a split do not have both values of the k-th label."""
     split, found = dataset.splits.get(name), set[float]()
     for block in () if split is None else map(split.block, range(split.num_blocks)):
-        found |= {*map(float, np.unique(block.label))}
+        found |= {*map(float, np.unique(block.labels[k]))}
         if len(found) > 1:
             return
     has = f"has rows of label {found.pop():g} alone" if found else "has no rows"

@@ -142,16 +142,17 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
         yield _commented("label: {column: FILL_IN}", found)
     for note in guess.notes:
         yield f"# {' '.join(note.split())}"
-    for role in ("label", "weight", "time"):
-        for g in guess.of(role)[:1]:
-            yield _commented(f"{role}: {_flow(g.spec)}", g.reason)
-    for role in ("dense", "categorical"):
-        yield f"{role}:" if guess.of(role) else f"{role}: []"
-        for g in guess.of(role):
-            yield _commented(f"  - {_flow(g.spec)}", g.reason)
+    for role in ("label", "weight", "time", "dense", "categorical"):
+        of_role = guess.of(role)
+        if listed := role in ("dense", "categorical") or len(of_role) > 1:
+            yield f"{role}:" if of_role else f"{role}: []"
+        for g in of_role:
+            yield _commented(f"{'  - ' if listed else f'{role}: '}{_flow(g.spec)}", g.reason)
     if left := guess.of(""):
         yield "# left out:"
         yield from (f"#   {_scalar(g.column)}: {g.reason}" for g in left)
+    if guess.at_serving:
+        yield _commented(f"at_serving: {_flow(dict(guess.at_serving))}", "what a column counts as in rows to score")
     tables = ", ".join(f"{name}: {_flow(spec)}" for name, spec in guess.tables.items())
     yield _commented(f"tables: {{{tables}}}", "ids that are seen once share a row")
     if guess.statistics:

@@ -32,6 +32,7 @@ from hotrow.data.cells import (
     fault_of,
     is_text,
     numbers,
+    on_clock,
     to_label,
     to_weight,
     without_missing,
@@ -129,6 +130,7 @@ class ColumnsSource:
         self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels == "required"
+        self._constants = schema.at_serving if labels == "ignored" else {}
         self._computed = schema.computed
         if labels == "required" and (double := sorted({*self._computed} & {*self._reader.schema.names})):
             # Rows to score may have such a column, as a file of earlier scores has; it is not read.
@@ -139,6 +141,7 @@ class ColumnsSource:
             raise ValueError(f"column {absent[0]!r} to keep is not there; columns: {', '.join(self.column_names)}")
         self._reader.check_drift(self._columns + self._keep)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
+        types |= {name: pa.scalar(value).type for name, value in self._constants.items()}
         for name, (made, inputs) in self._computed.items():
             types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
         self._id_columns = {feature.column: feature for feature in schema.id_columns}
@@ -231,7 +234,8 @@ class ColumnsSource:
             absent |= {*self.schema.label_names, *self.schema.weight_names}
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
-        wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
+        absent = absent.difference(self.schema.input_names) | {*self._constants}
+        wanted = [c for c in self.schema.column_names if c not in absent]
         there = wanted if isinstance(self._reader, TextReader) else self._reader.schema.names
         if unknown := [column for column in wanted if column not in there]:
             path, name = self._reader.files[0].path, unknown[0]
@@ -336,7 +340,7 @@ class ColumnsSource:
         self, stored: dict[str, Column], dictionaries: DictionaryReader
     ) -> tuple[tuple[Any, Any, Any, Any, KeyColumns, dict[str, int]], list[Fault]]:
         num_rows = len(next(iter(stored.values())))
-        stored = {**stored}
+        stored = {**stored, **{name: pa.array([value] * num_rows) for name, value in self._constants.items()}}
         faults: list[Fault | None] = []
         unreadable: dict[str, int] = {}
         of_inputs = Counter[str]()
@@ -364,7 +368,9 @@ class ColumnsSource:
             arguments: list[Any] = []
             for column, kind in zip(inputs, transform.takes(len(inputs)), strict=True):
                 if kind == "number":
-                    found, fault, num_unreadable = self._numbers(as_seconds(stored[column]), column)
+                    how = {name: transform.options.get(name) for name in ("zone", "format")}
+                    found, fault, num_unreadable = self._numbers(as_seconds(stored[column], **how), column)
+                    found = on_clock(found, how["zone"]) if "zone" in transform.options else found
                     faults.append(fault)
                     arguments.append(found)
                 else:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.crosses import find_crosses
 from hotrow.data.sources.evidence import Tally
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
-from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
-from hotrow.data.sources.guess_time import find_time, holds_unix_times
+from hotrow.data.sources.guess_label import MOSTLY, Labels, find_label, label_rule, labels_of, other_labels
+from hotrow.data.sources.guess_time import clock_of, find_time, holds_unix_times
 from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.kinds import MIN_BUCKETS, Kind, cuts, tell_kind
 from hotrow.data.sources.leaks import find_leaks
@@ -46,6 +47,8 @@ from hotrow.data.sources.schema import (
 from hotrow.data.sources.tabular import TableReader, TextReader
 from hotrow.data.sources.training import Training
 
+FURTHER_TIME = "a further time; the transforms hour, weekday and age make inputs of one"
+PLACE_NAMES, MOST_PLACES = r"(.*_)?(position|pos|rank|slot)", 1000
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
@@ -55,7 +58,7 @@ SOME_ROWS = 100
 
 @dataclass
 class SchemaGuess:
-    """Guesses about all columns, in the order of the files."""
+    """Guesses about all columns in the order of the files; several labels come first, as they were told."""
 
     guesses: list[Guess]
     csv: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +76,10 @@ class SchemaGuess:
     """Whether the label is 0 or 1, so that statistics can count the positive ones."""
     crosses: tuple[tuple[str, ...], ...] = ()
     """Columns whose statistics are taken together as well: pairs, then triples."""
+    clock: Mapping[str, list[Any]] = field(default_factory=dict)
+    """What `transforms`, `categorical` and `statistics` have more if hours and weekdays are inputs."""
+    at_serving: Mapping[str, Any] = field(default_factory=dict)
+    """As in a schema."""
     reader: TableReader | None = None
     """The table, of which text has been read."""
 
@@ -119,10 +126,10 @@ class SchemaGuess:
             raise ValueError(
                 f"no id column found in {self.origin}; name one (--categorical COLUMN, in Python categorical=[...])"
             )
-        value["label"] = self.of("label")[0].spec
+        value["label"] = [g.spec for g in self.of("label")]
         value |= {role: found[0].spec for role in ("weight", "time") if (found := self.of(role))}
         value |= {"csv": self.csv, "split": {"kind": self.split_kind}, "tables": self.tables}
-        value["statistics"] = self.statistics
+        value |= {"statistics": self.statistics, "at_serving": self.at_serving}
         return parse_schema(value, where="guessed schema")
 
 
@@ -141,16 +148,15 @@ def guess_columns(
     will be prepared; if None, all.
     Raises ValueError if a named column is absent or cannot have its role.
     """
-    label, weight, time, roles = read.label, read.weight, read.time, read.roles
-    rule = LABEL_RULE.fullmatch(label or "")
-    reader, csv = _open(source, (label, rule and rule[1], weight, time, *roles), read.null_values)
+    weight, time, roles = read.weight, read.time, read.roles
+    of_rules = [label_rule(text, ())[0] for text in read.label]
+    reader, csv = _open(source, (*read.label, *of_rules, weight, time, *roles), read.null_values)
     names = list(reader.schema.names)
-    made: dict[str, Any] = {}
-    if rule and label not in names:
-        label = rule[1]
-        made = {"at_least": float(rule[2])} if rule[2] else {"positive": [v.strip() for v in rule[3].split(",")]}
-    named = [("label", label), ("weight", weight), ("time", time)]
-    for what, name in (*named, *((role, name) for name, role in roles.items())):
+    told = [label_rule(text, names) for text in read.label]
+    columns_of_labels = [column for column, *_ in told]
+    named = [*(("label", column) for column in columns_of_labels), ("weight", weight), ("time", time)]
+    named_at = (("at_serving", name) for name in read.at_serving)
+    for what, name in (*named, *named_at, *((role, name) for name, role in roles.items())):
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
@@ -165,16 +171,25 @@ def guess_columns(
             f"column {twice[0][0]!r} cannot be both {twice[0][1]} and {dict(given)[twice[0][0]]}; name another"
         )
     weights = [_weight(f) for f in facts if f.name == weight]
-    candidates = [f for f in facts if f.name == label or (roles.get(f.name) != "exclude" and f.name != weight)]
-    label_guess, question, notes = find_label(candidates, label, made, read)
-    label_name = None if label_guess is None else label_guess.column
-    others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
-    labels = None if label_guess is None or label_guess.role != "label" else labels_of(sample, label_guess)
+    left = {weight, *(name for name, role in roles.items() if role == "exclude")}
+    candidates = [f for f in facts if f.name in columns_of_labels or f.name not in left]
+    nothing: list[tuple[str | None, dict[str, Any], str]] = [(None, {}, "")]
+    looks = [find_label(candidates, column, made, read) for column, made, _ in told or nothing]
+    question, notes = looks[0][1:]
+    label_guesses = [guess for guess, *_ in looks if guess is not None]
+    for g, (column, _, name) in zip(label_guesses, told, strict=False):
+        g.spec.update({"name": name} if columns_of_labels.count(column) > 1 else {})
+    left |= {g.column for g in label_guesses}
+    others = [f for f in candidates if f.name not in left]
+    every = [labels_of(sample, g) for g in label_guesses if g.role == "label"]
+    labels = every[0] if every else None
+    if labels is not None:
+        labels = replace(labels, good=np.logical_and.reduce([each.good for each in every if each is not None]))
     training = Training(reader, csv.get("null_values", MISSING), split, read.skip_bad_rows, rows)
     time_guess, time_notes, set_later = find_time(others, time, read.time_format, found, labels, training)
     if labels is not None:
         labels = replace(labels, good=training.among(found, labels, time_guess))
-    taken = {g.column: g for g in (label_guess, time_guess, *weights) if g is not None}
+    taken = {g.column: g for g in (*label_guesses, time_guess, *weights) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
     later = [g for g in (*set_later, *other_labels(others, labels)) if g.column not in {**taken, **roles}]
@@ -183,13 +198,20 @@ def guess_columns(
     taken |= {f.name: _told(f, roles[f.name]) for f in facts if f.name in roles}
     num_rows = max(reader.count_rows()[0], sample.num_rows)
     features = _features([f for f in facts if f.name not in taken], sample, labels)
-    guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
+    first = label_guesses if len(label_guesses) > 1 else []
+    rest = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
+    guesses = [*first, *(g for g in rest if g not in first)]
     more: dict[str, Any] = {"num_rows": num_rows, "is_binary": labels is not None, "reader": reader}
+    more["at_serving"] = served = dict(read.at_serving)
+    inputs = {g.column for g in guesses if g.role in ("dense", "categorical")}
+    notes = (*notes, *_about_places([f for f in facts if f.name in inputs], served))
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, **more)
     if labels is None:
         return _with_ids(guess, facts, sample)
-    guess = _without_leaks(guess, facts, sample.filter(pa.array(labels.good)), roles)
-    guess = _with_ids(guess, facts, sample)
+    training_rows = sample.filter(pa.array(labels.good))
+    for label in guess.of("label"):
+        guess = _without_leaks(guess, label, facts, training_rows, roles)
+    guess = _with_ids(_with_clock(guess, facts, training_rows), facts, sample)
     return _with_crosses(guess, facts, sample, labels)
 
 
@@ -210,6 +232,32 @@ def _with_ids(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table
             reason = f"the number in {len(buckets) + 1} buckets, as there is no column of ids"
             more.append(Guess("categorical", name, {"column": name, "buckets": list(buckets)}, reason))
     return replace(guess, guesses=[*guess.guesses, *more])
+
+
+def _about_places(facts: Sequence[ColumnFacts], at_serving: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what becomes of columns that seem to say where a row was shown when rows are scored."""
+    for f in facts:
+        if f.name in at_serving:
+            yield f"column {shown(f.name)} counts as {at_serving[f.name]} in all rows that are scored"
+        elif is_like(PLACE_NAMES, f.name) and f.kind == "int" and f.low >= 0 and f.high <= MOST_PLACES:
+            constant = f"--at-serving {quote(f'{f.name}={f.low:.0f}')} scores as if all rows had {f.low:.0f}"
+            yield f"column {shown(f.name)} must be known when a row is scored; if it is not, {constant}"
+
+
+def _with_clock(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table) -> SchemaGuess:
+    """Returns `guess` with the hours and weekdays of its time, and of further times that do not give a label away."""
+    formats = {g.column: g.spec.get("format") for g in guess.of("time")}
+    time, names = next(iter(formats), None), sample.column_names
+    further = [f.name for f in facts if f.kind == "time" and Guess("", f.name, {}, FURTHER_TIME) in guess.guesses]
+    for g in guess.of("label"):
+        found = find_leaks(sample, LabelSpec.model_validate(g.spec), further, times=further, time=time)
+        further = [name for name in further if name not in {*found.leaks, *found.strong}]
+    formats |= {f.name: None for f in facts if f.name in further and not f.time_formats}
+    clocks = (clock_of(f, formats[f.name], sample.column(f.name), names) for f in facts if f.name in formats)
+    made = [each for clock in clocks for each in clock]
+    into = [spec["into"] for each in made for spec in each.values()]
+    more = {"categorical": [{"column": name} for name in into], "statistics": [{"columns": [name]} for name in into]}
+    return replace(guess, clock={"transforms": made, **more} if made else {})
 
 
 def _with_crosses(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels) -> SchemaGuess:
@@ -249,13 +297,13 @@ def _features(facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | N
 
 
 def _without_leaks(
-    guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
+    guess: SchemaGuess, of: Guess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
 ) -> SchemaGuess:
-    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning.
+    """Returns `guess` without columns that give a label away; those that the user named stay, with a warning.
 
     Columns that are merely strong stay too, with a note.
     """
-    label = LabelSpec.model_validate(guess.of("label")[0].spec)
+    label = LabelSpec.model_validate(of.spec)
     used = [*dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or holds_unix_times(f))]
     time = guess.of("time")[0].column if guess.of("time") else None
@@ -268,11 +316,12 @@ def _without_leaks(
         for name, reason in found.strong.items()
     ]
     kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in named.items()]
-    guesses: dict[tuple[str, str], Guess] = {}
+    guesses: list[Guess] = []
     for g in guess.guesses:
         g = Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g
-        guesses[g.column, g.role] = g
-    return replace(guess, guesses=[*guesses.values()], notes=(*guess.notes, *notes), warnings=tuple(kept))
+        guesses += [g] if g not in guesses else []
+    notes, kept = ([*dict.fromkeys(texts)] for texts in ((*guess.notes, *notes), (*guess.warnings, *kept)))
+    return replace(guess, guesses=guesses, notes=tuple(notes), warnings=tuple(kept))
 
 
 def leak_text(column: str, reason: str) -> str:
@@ -360,7 +409,7 @@ def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> 
     if f.num_distinct <= 1 and not f.num_missing and f.kind != "list":
         return [Guess("", f.name, {}, "the same value in every sampled row")]
     if f.kind == "time":
-        return [Guess("", f.name, {}, "a further time; the transforms hour, weekday and age make inputs of one")]
+        return [Guess("", f.name, {}, FURTHER_TIME)]
     if f.kind == "list" or f.separator is not None:
         return [_list_feature(f)]
     kind = _kind_of_numbers(f, column, labels)

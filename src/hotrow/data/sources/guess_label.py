@@ -67,6 +67,17 @@ def other_labels(facts: Sequence[ColumnFacts], labels: Labels | None) -> list[Gu
     return [Guess("", f.name, {}, reason) for f in named]
 
 
+def label_rule(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any], str]:
+    """Returns the column that a label is made of, how, as in a schema, and a name that tells it from others of this
+    column. names: of columns, which are no rules."""
+    rule = LABEL_RULE.fullmatch(text)
+    if rule is None or text in names:
+        return text, {}, text
+    if rule[2]:
+        return rule[1], {"at_least": float(rule[2])}, text
+    return rule[1], {"positive": [value.strip() for value in rule[3].split(",")]}, rule[3]
+
+
 def find_label(
     facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any], read: ReadOptions
 ) -> tuple[Guess | None, str, tuple[str, ...]]:

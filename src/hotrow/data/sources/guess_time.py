@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
-from hotrow.data.cells import WRITTEN_DATES
+import numpy as np
+import pyarrow as pa
+
+from hotrow.data.cells import PLAIN, WRITTEN, WRITTEN_DATES, as_seconds, numbers, on_clock
 from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.facts import ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.guess_label import Labels
 from hotrow.data.sources.kinds import as_dense
+from hotrow.data.sources.readings import ODD_SHARE
 from hotrow.data.sources.sample import Sample
 from hotrow.data.sources.training import Training
+from hotrow.data.transforms import Transform
 
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
 MAX_OF_TIME = 0.05
@@ -91,6 +96,18 @@ def _times_with_gaps(facts: Sequence[ColumnFacts]) -> list[str]:
                 f"{lost} or more (in Python time={f.name!r}, skip_bad_rows={lost})"
             )
     return notes
+
+
+def clock_of(f: ColumnFacts, format: str | None, column: pa.ChunkedArray, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns what makes the hour and the weekday of a time, as in a schema, if its values are read and these vary.
+    names: of columns, which no computed one may have."""
+    how = {"format": format} if format else {} if holds_unix_times(f) else {"zone": WRITTEN}
+    times = on_clock(numbers(as_seconds(column.combine_chunks(), **how), PLAIN)[0], None)
+    known = times[~np.isnan(times)]
+    if len(known) <= (1 - ODD_SHARE) * len(column):
+        return []
+    made = [(name, f"{f.name} {name}") for name in ("hour", "weekday") if np.ptp(Transform(name)(known))]
+    return [{name: {"column": f.name, "into": into, **how}} for name, into in made if into not in names]
 
 
 def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:

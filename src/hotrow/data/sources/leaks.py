@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
-from hotrow.data.cells import TimeReader, is_list, plain, to_label
+from hotrow.data.cells import PLAIN, as_seconds, is_list, numbers, on_clock, plain, to_label
 from hotrow.data.sources.evidence import MIN_OF_EACH, Tally, left_out_rates
 from hotrow.data.sources.schema import LabelSpec
 
@@ -188,17 +188,7 @@ def _auc(score: NDArray[np.float64], positives: NDArray[np.generic], negatives: 
 
 def _later(rows: Mapping[str, pa.Array], name: str, time: str) -> str:
     """Returns why a time seems to come after the event; "" if it does not."""
-    found = {each: rows[each] for each in (name, time)}
-    if found[name].type != found[time].type:
-        return ""  # perhaps in another unit
-    try:
-        (own, own_fault), (event, event_fault) = (
-            TimeReader.for_column(array, None)(array, each) for each, array in found.items()
-        )
-    except ValueError:
-        return ""
-    known = np.ones(len(own), np.bool_)
-    for fault in (own_fault, event_fault):
-        known &= True if fault is None else ~fault.rows
+    own, event = (on_clock(numbers(as_seconds(rows[each]), PLAIN)[0], None) for each in (name, time))
+    known = ~np.isnan(own - event)
     share = float((own[known] > event[known]).mean()) if known.any() else 0.0
     return f"it is later than {time!r} in {share:.0%} of its rows" if share > MOSTLY_LATER else ""

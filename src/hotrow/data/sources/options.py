@@ -31,7 +31,9 @@ class ReadOptions:
     Raises ValueError naming an option that has another type, or a column that is listed twice.
     """
 
-    label: str | None = _option('The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.')
+    label: str | Sequence[str] = _option(
+        'The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.', ()
+    )
     objective: str | None = _option("What the model is for, as in model.objective; it says what the label must be.")
     weight: str | None = _option("The column of how much a row counts, 0 or more. Every row counts 1 if not given.")
     time: str | None = _option("The column to split by time; guessed if not given.")
@@ -41,18 +43,29 @@ class ReadOptions:
     lists: Sequence[str] = _option("Columns with several ids a row.", ())
     text: Sequence[str] = _option("Columns of ids that stay text, so that 007 is not 7.", ())
     exclude: Sequence[str] = _option("Columns to leave out.", ())
+    at_serving: Mapping[str, int | float | str] = _option(
+        "What a column counts as in all rows to score, as position=1; training sees it as it is.", ()
+    )
     null_values: Sequence[str] = _option("Texts that mean a missing value, besides the empty one.", ())
     skip_bad_rows: int = _option("How many bad rows may be skipped; skipped rows are counted.", 0)
 
     def __post_init__(self) -> None:
-        for name in ("label", "objective", "weight", "time", "time_format"):
+        for name in ("objective", "weight", "time", "time_format"):
             if not isinstance(given := getattr(self, name), str | None):
-                several = "the name of a column; several labels are listed in a schema, label: [click, order]"
-                kinds = {"time_format": "a strptime format", "objective": "its name", "label": several}
+                kinds = {"time_format": "a strptime format", "objective": "its name"}
                 what = kinds.get(name, "the name of a column")
                 raise ValueError(f"{name} is {reprlib.repr(given)}; give {what}")
-        for name in (*get_args(Role), "null_values"):
+        if isinstance(self.label, str):
+            object.__setattr__(self, "label", (self.label,))
+        if not isinstance(self.at_serving, Mapping):  # from the command line, COLUMN=VALUE
+            self._check_list("at_serving", self.at_serving)
+            if bare := [text for text in self.at_serving if "=" not in text]:
+                raise ValueError(f"at_serving is {bare[0]!r}; write COLUMN=VALUE, such as position=1")
+            object.__setattr__(self, "at_serving", dict(text.split("=", 1) for text in self.at_serving))
+        for name in ("label", *get_args(Role), "null_values"):
             self._check_list(name, getattr(self, name))
+        if twice := [label for label in self.label if self.label.count(label) > 1]:
+            raise ValueError(f"label lists {twice[0]!r} twice; list each label once")
         if self.time_format is not None and self.time is None:
             raise ValueError("time_format needs time, the column that has this format")
         if isinstance(self.skip_bad_rows, bool) or not isinstance(self.skip_bad_rows, int) or self.skip_bad_rows < 0:

@@ -133,6 +133,16 @@ class OpenedSource:
     """Choices of a guessed schema that the user may want to change, columns that it leaves out among them."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Columns of the data that are not read, each with the reason."""
+    clock: Mapping[str, list[Any]] = field(default_factory=dict)
+    """What a guessed schema has more if hours and weekdays are inputs."""
+
+    def with_schema(self, schema: Schema) -> OpenedSource:
+        """Returns this source of tables, whose columns are read by another schema."""
+        own = self.source
+        assert isinstance(own, ColumnsSource), "a source with its own reader has its own schema"
+        source = ColumnsSource(None, schema, name=own.name, skip_bad_rows=own.skip_bad_rows, reader=own._reader)
+        left_out = {name: why for name, why in self.left_out.items() if name not in schema.column_names}
+        return replace(self, source=source, schema=schema, encodings=source.encodings, left_out=left_out)
 
     def with_options(self, **options: Any) -> OpenedSource:
         """Returns this source with its schema changed by `Schema.with_options`."""
@@ -181,7 +191,7 @@ def open_source(
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
     options: dict[str, Any] = {"values": values, "skip_bad_rows": read.skip_bad_rows}
     if name == "criteo" and is_paths(data):
-        for field in ("transforms", "weight"):
+        for field in ("transforms", "weight", "at_serving"):
             if schema is not None and getattr(schema, field):
                 cure = "name the source csv with this schema"
                 raise ValueError(f"{field}: source criteo reads its columns alone; {cure}")
@@ -201,7 +211,8 @@ def open_source(
     used = {*source.schema.column_names}
     unused = [column for column in source.column_names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
-    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices, unread)
+    told, clock = (*notes, *source.notes), guess.clock if guess else {}
+    return OpenedSource(source, source.schema, source.encodings, told, warnings, choices, unread, clock)
 
 
 def tell_format(data: Any) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
+from zoneinfo import available_timezones
 
 from pydantic import (
     AfterValidator,
@@ -27,7 +28,7 @@ from pydantic import (
 
 from hotrow.base.records import MAX_COUNT, SECTION, in_words, innermost, nearest, short
 from hotrow.config.load import load_yaml
-from hotrow.data.cells import MISSING
+from hotrow.data.cells import MISSING, WRITTEN
 from hotrow.data.transforms import Transform
 from hotrow.objectives.objective import LabelKind
 
@@ -191,6 +192,9 @@ class ComputedSpec(BaseModel):
     def transform(self, name: str) -> Transform:
         """Returns the transform `name` with these options. Raises ValueError if it does not take them."""
         made = Transform(name, self.model_extra or {})
+        if (zone := made.options.get("zone")) not in (None, WRITTEN) and zone not in available_timezones():
+            near = nearest(zone, sorted(available_timezones()))
+            raise ValueError(f"{name}.zone is {zone!r}{near}; it is {WRITTEN}, or a time zone such as Europe/Berlin")
         missing = made.num_columns - len(self.inputs)
         if missing > 0 or (missing < 0 and not made.takes_more) or (self.column is not None and self.columns):
             more = " or more" if made.takes_more else ""
@@ -315,6 +319,8 @@ class Schema(_Strict):
     time: TimeSpec | None = None
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
+    at_serving: dict[str, int | float | str] = {}
+    """What a column counts as in all rows to score, which need not have it. Training and evaluation see it as it is."""
     transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
     """Columns that are computed from columns: mappings from a transform's name to what it computes, of stored columns
     and of those that entries before it compute."""
@@ -418,6 +424,8 @@ class Schema(_Strict):
                         f"transforms: {transform.name} takes a list of ids, but {column!r} has one value per row; name "
                         "a column of lists, or list it under categorical with `kind: sequence`"
                     )
+        if unknown := [name for name in self.at_serving if name not in self.input_names]:
+            raise ValueError(f"at_serving: no input is made of {unknown[0]!r}{nearest(unknown[0], self.input_names)}")
         self._lists_fit()
         return self
 
