@@ -241,7 +241,7 @@ def page(cells: Sequence[Mapping[str, Any]]) -> str:
         row = [cell["file"], cell.get("best_tree", "")]
         for what in behind:
             gap = cell.get(f"hotrow less {what}")
-            row += [f"{gap[own]:+.4f} ± {gap[own + '_se']:.4f}" if gap else "" for own in ("auc", "logloss")]
+            row += [f"{gap[own]:+.4f}±{gap[own + '_se']:.4f}" if gap else "" for own in ("auc", "logloss")]
             behind[what] += [cell["file"]] if gap and is_behind(gap) else []
         lines.append(f"| {' | '.join([*row, f'{ours:.0f}, {theirs:.0f}' if theirs else ''])} |")
     lines += [
