@@ -1,8 +1,9 @@
-"""Days: what training every day gives, costs and survives, in six measurements.
+"""Days: what training every day gives, costs and survives, in seven measurements.
 
     python -m benchmarks.days monolith DATA [--rows 2000000] [--drift 0.3] [--seeds 3] [--shards 10 50 100]
     python -m benchmarks.days drift FOLDER [--days 7] [--rows 48000] [--drift 0.5] [--pieces 24]
     python -m benchmarks.days thirty FOLDER [--days 30] [--rows 20000] [--drift 0.5]
+    python -m benchmarks.days real FOLDER --label click [--time ts]
     python -m benchmarks.days kills FOLDER [--rounds 60] [--seed 1]
     python -m benchmarks.days growth FOLDER [--rows 100000000] [--new 10000000] [--dim 8] [--dram 1GiB]
     python -m benchmarks.days stream FOLDER [--events 20000000] [--scale 0.1] [--dim 64] [--dram 384MiB]
@@ -13,6 +14,8 @@ popularity. A DeepFM trains on 5/7 of the rows; then each shard is scored and tr
 drift: made-up days, scored by a model of the first day, by one that trains on each day once it is over, and by one that
 trains on each of its --pieces, as on its hours.
 thirty: made-up days, each trained from the day before, beside retraining on all days so far.
+real: FOLDER has a file with a header for each day, in the order of their names; `hotrow days` trains on one after the
+other, and each day is scored by the model of the day before and by the one before that.
 kills: see days_kills.py. growth and stream: see days_size.py.
 
 Files are made below FOLDER, monolith's in the system's folder for such, and removed. Prints a table in Markdown; --out
@@ -53,6 +56,10 @@ def thirty(given: argparse.Namespace, folder: Path) -> Cells:
     return [days_quality.thirty(folder, num_days=given.days, day_rows=given.rows, drift=given.drift)]
 
 
+def real(given: argparse.Namespace, folder: Path) -> Cells:
+    return days_quality.real(Path(given.place), folder, given.label, given.time)
+
+
 def kills(given: argparse.Namespace, folder: Path) -> Cells:
     return [days_kills.kills(folder, given.rounds, given.seed)]
 
@@ -73,6 +80,7 @@ MEASURED: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], di
     ),
     "drift": (drift, days_quality.drift_row, {"days": 7, "rows": 48_000, "drift": 0.5, "pieces": 24}),
     "thirty": (thirty, days_quality.thirty_row, {"days": 30, "rows": 20_000, "drift": 0.5}),
+    "real": (real, days_quality.real_row, {"label": "click", "time": ""}),
     "kills": (kills, days_kills.kills_row, {"rounds": 60, "seed": 1}),
     "growth": (growth, days_size.growth_row, {"rows": 100_000_000, "new": 10_000_000, "dim": 8, "dram": "1GiB"}),
     "stream": (stream, days_size.stream_row, {"events": 20_000_000, "scale": 0.1, "dim": 64, "dram": "384MiB"}),
@@ -97,7 +105,8 @@ def main() -> None:
     parent = None if given.verb == "monolith" else Path(given.place)
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="hotrow-days-", dir=parent) as folder, without_warnings():
+    inside = None if given.verb == "real" else parent  # a folder in it would be a day
+    with tempfile.TemporaryDirectory(prefix="hotrow-days-", dir=inside) as folder, without_warnings():
         cells = measure(given, Path(folder))
     rows = [row(cell) for cell in cells]
     print("\n".join(table(dict.fromkeys(rows[0], "right"), [list(each.values()) for each in rows])), flush=True)

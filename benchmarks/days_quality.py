@@ -4,6 +4,7 @@ retraining on all days so far."""
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars
 from numpy.typing import NDArray
 
+import hotrow
 from benchmarks.criteo_text import write_criteo
 from benchmarks.days_chain import count_lines, cut, labels_of, prepare_day, scores_of, train_day
 from benchmarks.quality import error_of, paired, placements
@@ -276,4 +279,38 @@ def thirty_row(cell: Mapping[str, Any]) -> dict[str, str]:
         "of the steps": f"{cell['steps_cost']:.2f}x",
         "preparing cost": f"{cell['preparing_cost']:.2f}x",
         "retraining every day": f"{cell['retraining_cost']:.1f}x",
+    }
+
+
+# ---- real days
+
+
+def real(days: Path, folder: Path, label: str, time_column: str) -> list[dict[str, Any]]:
+    """Returns, for each day from the third on, what the two models before it score on it."""
+    more = ["--time", time_column] if time_column else []
+    command = [sys.executable, "-m", "hotrow", "days", str(days), "--out", str(folder / "chain"), "--keep", "1000"]
+    subprocess.run([*command, "--label", label, *more], check=True, stdout=subprocess.DEVNULL)
+    runs, cells = sorted((folder / "chain" / "runs").iterdir()), []
+    later = sorted(path for path in days.iterdir() if path.is_file())[2:]
+    for day, (older, newer) in zip(later, pairwise(runs[:-1]), strict=True):
+        labels = polars.read_csv(day, columns=[label]).to_series().to_numpy().astype(float)
+        scores = [hotrow.load(run).predict(day).astype(float)[None] for run in (older, newer)]
+        found = {"day": day.name, "rows": len(labels), **paired(labels, scores[1], scores[0])}
+        for name, own in zip(("before", "newest"), scores, strict=True):
+            found |= {
+                f"auc_{name}": placements(labels, own[0])[0].mean(),
+                f"loss_{name}": logloss(labels, own[0]).mean(),
+            }
+        cells.append({name: getattr(value, "item", lambda value=value: value)() for name, value in found.items()})
+    return cells
+
+
+def real_row(cell: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a table shows of the cell, by column."""
+    return {
+        "day": cell["day"],
+        "rows": f"{cell['rows']:,}",
+        "AUC / LogLoss of the model a day older": f"{cell['auc_before']:.4f} / {cell['loss_before']:.4f}",
+        "of the newest": f"{cell['auc_newest']:.4f} / {cell['loss_newest']:.4f}",
+        "AUC gained": f"{cell['auc']:+.4f} ± {cell['auc_se']:.4f}",
     }
