@@ -15,7 +15,7 @@ import reprlib
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
-from hotrow.base.progress import ProgressCallback, num_of
+from hotrow.base.progress import ProgressCallback, num_of, progress_bar
 from hotrow.base.records import nearest
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config, options, overrides_of, read_config, with_model
@@ -615,7 +615,9 @@ def fit(
             )
     with ExitStack() as spool:
         rows = spool.enter_context(_readable(data, Path("runs") if run is None else Path(run).parent, strict=True))
-        opened = open_source("auto" if is_paths(data) else "frame", rows, schema=schema, split=parts, **vars(read))
+        source: dict[str, Any] = {"schema": schema, "split": parts, **vars(read)}
+        with nullcontext() if quiet else progress_bar() as progress:
+            opened = open_source("auto" if is_paths(data) else "frame", rows, progress=progress, **source)
         if schema is None and not opened.schema.statistics:  # a published layout, whose schema is as published
             opened = replace(opened, schema=opened.schema.with_defaults())
         opened = opened.with_options(**changed)

@@ -26,13 +26,14 @@ class Progress:
     """One report on preparation. rows_total is an estimate until a stage has read all rows once."""
 
     stage: str
-    """scan, sort, count, match or encode."""
+    """look, guess, read, count, match or encode."""
     rows_done: int
     rows_total: int
     rows_per_s: float
     """The rate since this stage began in this process."""
     remaining_s: float | None
     """The time left in this stage; None before it can be known."""
+    unit: str = "rows"
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -55,8 +56,10 @@ class TimeLeft:
 class ProgressMeter:
     """Reports on one stage, at most every REPORT_EVERY_S."""
 
-    def __init__(self, callback: ProgressCallback | None, stage: str, rows_total: int, rows_done: int = 0) -> None:
-        self._callback, self.stage, self._total = callback, stage, rows_total
+    def __init__(
+        self, callback: ProgressCallback | None, stage: str, rows_total: int, rows_done: int = 0, unit: str = "rows"
+    ) -> None:
+        self._callback, self.stage, self._total, self._unit = callback, stage, rows_total, unit
         self._first_row, self._started = rows_done, time.monotonic()
         self._reported, self._left = 0.0, TimeLeft()
 
@@ -77,7 +80,7 @@ class ProgressMeter:
         now = self._reported = time.monotonic()
         rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
         remaining_s = self._left.seconds(rows_done, self._total, now - self._started)
-        self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))
+        self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s, self._unit))
 
 
 class _Cell:
@@ -171,7 +174,7 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
     columns = (
         TextColumn("{task.description:<7}"),
         BarColumn(bar_width=14),  # leaves room for eight digits of rows in 80 columns
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows, {task.fields[rate]}/s"),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[unit]}, {task.fields[rate]}/s"),
         TextColumn("{task.fields[remaining]}"),
     )
     bars = Bars(*columns, console=console)
@@ -180,7 +183,7 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
         if report.stage not in tasks:
             if not tasks:
                 bars.start()  # not earlier, so that an error before the first row stays one line
-            tasks[report.stage] = bars.add_task(report.stage, rate="0", remaining="")
+            tasks[report.stage] = bars.add_task(report.stage, rate="0", remaining="", unit=report.unit)
         bars.update(
             tasks[report.stage],
             completed=report.rows_done,
@@ -202,7 +205,8 @@ def _lines() -> Iterator[ProgressCallback]:
 
     def text(report: Progress) -> str:
         left = "" if report.remaining_s is None else f", {duration(report.remaining_s)} left"
-        return f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows, {rate(report.rows_per_s)}/s{left}"
+        done = f"{report.rows_done:,} of {report.rows_total:,} {report.unit}"
+        return f"{report.stage}: {done}, {rate(report.rows_per_s)}/s{left}"
 
     with ProgressLine() as line:
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -127,7 +127,7 @@ def short(value: Any) -> str:
     return repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Returns '; did you mean X?' if `known` has a similar name, else ''."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""

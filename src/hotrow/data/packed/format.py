@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -245,7 +246,8 @@ class DatasetInfo:
         """Names of the columns of every part: labels, weight, dense, features. A feature may have the name of a dense
         column, which is made of the same raw column; then it is stored as "NAME (ids)". A weight that is an input too
         is stored as "NAME (weight)"."""
-        features = [f"{name} (ids)" if name in self.dense_names else name for name in self.feature_names]
+        numbers = {*self.dense_names}
+        features = [f"{name} (ids)" if name in numbers else name for name in self.feature_names]
         inputs, weights = [*self.dense_names, *features], [] if self.weight is None else [self.weight]
         weights = [f"{name} (weight)" if name in inputs else name for name in weights]
         return (*(label.name for label in self.labels), *weights, *inputs)
@@ -255,7 +257,7 @@ class DatasetInfo:
         """Stored columns before the dense ones: labels and weight."""
         return len(self.labels) + (self.weight is not None)
 
-    @property
+    @cached_property
     def dense_names(self) -> tuple[str, ...]:
         """Names of the dense columns in stored order."""
         return tuple(column.name for column in self.dense)
@@ -268,12 +270,12 @@ class DatasetInfo:
         buckets = {each["column"]: each.get("buckets") or [] for each in schema["categorical"]}
         return [_stored(buckets.get(column.name, []), column.transform) for column in self.dense]
 
-    @property
+    @cached_property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the sparse features in stored order."""
         return tuple(feature.name for feature in self.features)
 
-    @property
+    @cached_property
     def table_by_name(self) -> dict[str, Table]:
         return {table.name: table for table in self.tables}
 

@@ -153,40 +153,23 @@ def _to_arrow(column: Ids, kind: pa.DataType) -> pa.Array:
 
 
 class _BlockBuffer:
-    """Gathers the rows of one block by copying what is appended."""
+    """Gathers the rows of one block by copying what is appended; few rows of thousands of columns take little."""
 
     def __init__(self, info: DatasetInfo, capacity: int) -> None:
-        self.num_rows = 0
-        self.capacity = capacity
-        self._info = info
-        self._targets = np.empty((info.num_targets, capacity), np.float32)
-        self._dense = np.empty((len(info.dense), capacity), np.float32)
-        self._one_hot = [np.empty(capacity, info.id_dtype(f)) if f.kind == "one_hot" else None for f in info.features]
-        self._lists: list[list[Ragged]] = [[] for _ in info.features]
+        self.num_rows, self.capacity, self._info = 0, capacity, info
+        self._pieces: list[list[Ids]] = []
 
     def append(self, targets: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
         """Copies rows, which must fit: labels and weight as one matrix, dense [n, I], ids by feature."""
-        rows = slice(self.num_rows, self.num_rows + len(targets))
-        self._targets[:, rows] = targets.T
-        self._dense[:, rows] = dense.T
-        for column, pieces, values in zip(self._one_hot, self._lists, ids, strict=True):
-            if isinstance(values, Ragged):
-                pieces.append(Ragged(values.values.copy(), values.row_splits.copy()))
-            else:
-                assert column is not None
-                column[rows] = values
-        self.num_rows = rows.stop
+        numbers = [column for own in (targets, dense) for column in own.T.astype(np.float32, order="C")]
+        self._pieces.append([*numbers, *(concatenate_ids([column]) for column in ids)])
+        self.num_rows += len(targets)
 
     def take(self) -> Block:
-        """Returns the rows gathered so far and starts afresh; the rows are valid until the next `append`."""
-        n = self.num_rows
-        ids = tuple(
-            concatenate_ids(pieces) if column is None else column[:n]
-            for column, pieces in zip(self._one_hot, self._lists, strict=True)
-        )
-        self._lists = [[] for _ in self._lists]
-        self.num_rows = 0
-        return columns_of(self._info, [*self._targets[:, :n], *self._dense[:, :n], *ids])
+        """Returns the rows gathered so far and starts afresh."""
+        columns = [concatenate_ids(pieces) for pieces in zip(*self._pieces, strict=True)]
+        self._pieces, self.num_rows = [], 0
+        return columns_of(self._info, columns)
 
 
 class PackedWriter:

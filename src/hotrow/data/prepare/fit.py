@@ -100,8 +100,9 @@ class Fit:
             # With a lag, rows to score see all rows, as they would a long time after the last one.
             counted = is_train if schema.statistics_lag is None else np.ones_like(is_train)
             self.statistics.add(chunk, counted, piece.folds)
-        for name, sums in self.moments.items():
-            sums.add(chunk.dense[is_train, schema.dense_names.index(name)])
+        for name, numbers in zip(schema.dense_names, chunk.dense.T, strict=False):  # statistics may come behind
+            if name in self.moments:
+                self.moments[name].add(numbers[is_train])
         if chunk.time is not None:
             self.hours.add(chunk.time[is_train])
         self.num_rows += int(is_train.sum())

@@ -127,7 +127,7 @@ def run_prepare(
             opened = earlier.opened(source, paths, split=parts, rows=rows, read=read)
         else:
             own = load_schema(schema) if isinstance(schema, str | Path) else schema
-            opened = open_source(source, paths, schema=own, split=parts, rows=rows, **vars(read))
+            opened = open_source(source, paths, schema=own, split=parts, rows=rows, progress=progress, **vars(read))
             opened = opened.with_options(**changes)
         return prepare(opened, out, options, progress=progress, announce=announce)
 

@@ -144,6 +144,7 @@ class ColumnsSource:
         types |= {name: pa.scalar(value).type for name, value in self._constants.items()}
         for name, (made, inputs) in self._computed.items():
             types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
+        self._written = {spec.column: spec for spec in schema.dense}
         self._id_columns = {feature.column: feature for feature in schema.id_columns}
         cuts = {feature.column: feature.cut() for feature in schema.categorical}
         self._cuts = {name: cut for name, cut in cuts.items() if cut is not None}
@@ -156,7 +157,7 @@ class ColumnsSource:
         with self._naming(0):
             self._check_compared()
 
-    @property
+    @cached_property
     def key_kinds(self) -> Mapping[str, KeyKind]:
         return {name: kind_of(encoding) for name, encoding in self.encodings.items()}
 
@@ -419,7 +420,7 @@ class ColumnsSource:
 
     def _numbers(self, column: Column, name: str) -> tuple[NDArray[np.float64], Fault | None, int]:
         """Returns a column as numbers, what is wrong with it, and how many of its values could not be read."""
-        written = next((spec for spec in self.schema.dense if spec.column == name), PLAIN)
+        written = self._written.get(name, PLAIN)
         if self._is_quick and isinstance(column, pa.Array) and is_text(column.type):
             found, bad = numbers(column, written)
             if not bad.any():

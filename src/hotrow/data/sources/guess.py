@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
+from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import nearest
 from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, numbers, without_missing
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.crosses import find_crosses
-from hotrow.data.sources.evidence import Tally
+from hotrow.data.sources.evidence import MIN_OF_EACH, Tally
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import MOSTLY, Labels, find_label, label_rule, labels_of, other_labels
 from hotrow.data.sources.guess_time import clock_of, find_time, holds_unix_times
@@ -44,9 +45,12 @@ from hotrow.data.sources.schema import (
     SplitSpec,
     parse_schema,
 )
+from hotrow.data.sources.screen import MANY, MAY_BE_IDS, MOST_IDS, strength, strongest
 from hotrow.data.sources.tabular import TableReader, TextReader
 from hotrow.data.sources.training import Training
 
+T = TypeVar("T")
+R = TypeVar("R")
 FURTHER_TIME = "a further time; the transforms hour, weekday and age make inputs of one"
 PLACE_NAMES, MOST_PLACES = r"(.*_)?(position|pos|rank|slot)", 1000
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
@@ -54,6 +58,9 @@ MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
 SOME_ROWS = 100
 """With at least this many, whole numbers that follow one another without a gap are names of rows."""
+MOST_LISTED = 200
+"""Names of columns in a line."""
+LEAST = "a column of numbers that alone tells least of the label"
 
 
 @dataclass
@@ -89,7 +96,9 @@ class SchemaGuess:
     def summary(self) -> str:
         """Returns the guesses in a few lines, for a user who wrote no schema."""
         roles = ("label", "weight", "time", "dense", "categorical", "")
-        names = {role: ", ".join(shown(g.column) for g in self.of(role)) for role in roles}
+        columns = {role: [shown(g.column) for g in self.of(role)] for role in roles}
+        more = {role: f" and {n:,} more" for role, own in columns.items() if (n := len(own) - MOST_LISTED) > 0}
+        names = {role: ", ".join(own[:MOST_LISTED]) + more.get(role, "") for role, own in columns.items()}
         told = ", ".join(f"{role} {names[role]}" for role in ("label", "weight", "time") if names[role])
         left_out = f"; left out {names['']}" if names[""] else ""
         line = (
@@ -140,12 +149,13 @@ def guess_columns(
     read: ReadOptions,
     split: SplitSpec = SplitSpec(),  # noqa: B008
     rows: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SchemaGuess:
     """Returns the guess about every column with its reason; it need not find a label.
 
     {read}
     split: which rows will train; labels of other rows decide nothing (`training.py`). rows: how many of the first rows
-    will be prepared; if None, all.
+    will be prepared; if None, all. progress: told of many columns.
     Raises ValueError if a named column is absent or cannot have its role.
     """
     weight, time, roles = read.weight, read.time, read.roles
@@ -161,7 +171,7 @@ def guess_columns(
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     found = sample_rows(reader)
-    sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING))
+    sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING), progress)
     found = replace(found, rows=sample)
     if any(f.num_missing for f in facts):
         csv.setdefault("null_values", list(MISSING))
@@ -198,6 +208,11 @@ def guess_columns(
     taken |= {f.name: _told(f, roles[f.name]) for f in facts if f.name in roles}
     num_rows = max(reader.count_rows()[0], sample.num_rows)
     features = _features([f for f in facts if f.name not in taken], sample, labels)
+    if num_left := sum(each[0].reason.startswith(LEAST) for each in features.values()):
+        notes = (
+            *notes,
+            f"{num_left:,} columns are left out: {LEAST}; name in dense or categorical what you want to keep",
+        )
     first = label_guesses if len(label_guesses) > 1 else []
     rest = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
     guesses = [*first, *(g for g in rest if g not in first)]
@@ -276,24 +291,56 @@ def _with_crosses(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.T
         return found[labels.good.nonzero()[0]] + 1
 
     names = single_ids(guess.guesses)
-    with ThreadPoolExecutor(usable_cores()) as executor:
-        found = dict(zip(names, executor.map(codes, names), strict=True))
+    found = dict(zip(names, _each(codes, names), strict=True))
     return replace(guess, crosses=tuple(find_crosses(found, labels.positive[labels.good])))
 
 
-def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -> tuple[pa.Table, list[ColumnFacts]]:
+def _look_at_all(
+    rows: pa.Table, names: Sequence[str], missing: Sequence[str], progress: ProgressCallback | None
+) -> tuple[pa.Table, list[ColumnFacts]]:
     """Returns the rows with null for each of the texts `missing`, and the facts about their columns."""
+    meter = ProgressMeter(progress if len(names) > MANY else None, "guess", len(names), unit="columns")
+    cells = _each(lambda name: without_missing(rows.column(name).combine_chunks(), missing), names)
+    sample = pa.table(dict(zip(names, cells, strict=True)))
+    facts = _each(lambda name: look_at(name, sample.column(name)), names, meter.update)
+    meter.finish(len(facts))
+    return sample, facts
+
+
+def _each(function: Callable[[T], R], items: Sequence[T], report: Callable[[int], None] = lambda done: None) -> list[R]:
+    """Returns what a function makes of each item, on all cores. report: takes how many are done."""
+    found = list[R]()
     with ThreadPoolExecutor(usable_cores()) as executor:
-        cells = executor.map(lambda name: without_missing(rows.column(name).combine_chunks(), missing), names)
-        sample = pa.table(dict(zip(names, cells, strict=True)))
-        return sample, list(executor.map(lambda name: look_at(name, sample.column(name)), names))
+        for each in executor.map(function, items):
+            found.append(each)
+            report(len(found))
+    return found
 
 
 def _features(facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | None) -> dict[str, list[Guess]]:
     """Returns the guesses about columns that are neither told nor label nor time, by name."""
-    with ThreadPoolExecutor(usable_cores()) as executor:
-        found = executor.map(lambda f: _feature(f, sample.column(f.name), labels), facts)
-        return {f.name: guesses for f, guesses in zip(facts, found, strict=True)}
+    many = [f for f in facts if f.kind == "float" or (f.kind in ("int", "bool") and f.num_distinct <= MAY_BE_IDS)]
+    screened = _screened(many, sample, labels)
+    others = [f for f in facts if f.name not in screened]
+    found = _each(lambda f: _feature(f, sample.column(f.name), labels), others)
+    return screened | {f.name: guesses for f, guesses in zip(others, found, strict=True)}
+
+
+def _screened(facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | None) -> dict[str, list[Guess]]:
+    """Returns the guesses about columns of numbers that are left out because there are many, or are numbers alone."""
+    if labels is None or len(facts) <= MANY:
+        return {}
+    good, positive = labels.good, labels.positive[labels.good]
+    if min(positive.sum(), (~positive).sum()) < MIN_OF_EACH:
+        return {}
+    found = _each(lambda f: strength(_numbers(f, sample.column(f.name))[good], positive), facts)
+    place = {name: i for i, name in enumerate(strongest({f.name: s for f, s in zip(facts, found, strict=True)}))}
+    least = f"{LEAST} of {len(facts):,}"
+    return {
+        f.name: [_dense(f, "a number alone, as there are many") if f.name in place else Guess("", f.name, {}, least)]
+        for f in facts
+        if place.get(f.name, MOST_IDS) >= MOST_IDS
+    }
 
 
 def _without_leaks(
@@ -304,10 +351,10 @@ def _without_leaks(
     Columns that are merely strong stay too, with a note.
     """
     label = LabelSpec.model_validate(of.spec)
-    used = [*dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))]
+    used = dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or holds_unix_times(f))]
     time = guess.of("time")[0].column if guess.of("time") else None
-    found = find_leaks(sample, label, used, times=times, time=time)
+    found = find_leaks(sample, label, [*used], times=times, time=time)
     left = {name: reason for name, reason in found.leaks.items() if name not in roles}
     named = {name: reason for name, reason in found.leaks.items() if name in roles}
     notes = [f"{leak_text(name, reason)}; left out: {KEEP}" for name, reason in left.items()]
@@ -318,8 +365,9 @@ def _without_leaks(
     kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in named.items()]
     guesses: list[Guess] = []
     for g in guess.guesses:
-        g = Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g
-        guesses += [g] if g not in guesses else []
+        is_next = not guesses or guesses[-1].column != g.column  # both guesses of a column stand together
+        leak = [Guess("", g.column, {}, f"a leak: {left[g.column]}")] if is_next and g.column in left else []
+        guesses += leak if g.column in left else [g]
     notes, kept = ([*dict.fromkeys(texts)] for texts in ((*guess.notes, *notes), (*guess.warnings, *kept)))
     return replace(guess, guesses=guesses, notes=tuple(notes), warnings=tuple(kept))
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hotrow.base.progress import ProgressCallback
 from hotrow.base.records import MAX_COUNT, nearest
 from hotrow.data.cells import HEX, MISSING, IdEncoding
 from hotrow.data.chunk import Source
@@ -162,6 +163,7 @@ def open_source(
     values: Literal["strict", "any"] = "strict",
     rows: int | None = None,
     keep: Sequence[str] = (),
+    progress: ProgressCallback | None = None,
 ) -> OpenedSource:
     """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
 
@@ -172,7 +174,7 @@ def open_source(
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
     score: what is not of its column's kind is missing. rows: how many of the first rows are wanted. keep: columns that
-    chunks have unchanged too.
+    chunks have unchanged too. progress: of a guess.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -202,7 +204,7 @@ def open_source(
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes, guess, schema = tuple(filter(None, [left_out(data)])), None, schema or OWN_SCHEMAS.get(name)
     if schema is None:
-        guess = guess_columns(data, split=split, rows=rows, **vars(read))
+        guess = guess_columns(data, split=split, rows=rows, progress=progress, **vars(read))
         schema, notes = guess.schema(), (*notes, guess.summary())
     options |= {"labels": labels, "encodings": encodings, "reader": guess and guess.reader}
     source = ColumnsSource(data, schema, name=name, keep=keep, **options)

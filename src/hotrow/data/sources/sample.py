@@ -113,9 +113,10 @@ def _joined(parts: Sequence[pa.Table], schema: pa.Schema) -> pa.Table:
     go together with that of the files before."""
     table = parts[0]
     for part in parts[1:]:
-        alike = [f.name for f in part.schema if f.name not in table.column_names or _alike(table.field(f.name), f)]
+        own = {f.name: f for f in table.schema}
+        alike = [f.name for f in part.schema if f.name not in own or _alike(own[f.name], f)]
         table = pa.concat_tables([table, part.select(alike)], promote_options="permissive")
-    return table.select([name for name in (*schema.names, NUMBER) if name in table.column_names])
+    return table.select([name for name in (*schema.names, NUMBER) if table.schema.get_field_index(name) >= 0])
 
 
 def _alike(one: pa.Field, other: pa.Field) -> bool:

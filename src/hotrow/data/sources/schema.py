@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from zoneinfo import available_timezones
@@ -346,7 +347,7 @@ class Schema(_Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> Schema:
         for kind, names in (("dense", self.dense_names), ("categorical", self.feature_names)):
-            if repeated := sorted({n for n in names if names.count(n) > 1}):
+            if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
                 raise ValueError(f"{kind} lists column {repeated[0]!r} twice; list each column once")
             if told := [name for name in self.label_names if name in names]:
                 raise ValueError(
@@ -444,7 +445,7 @@ class Schema(_Strict):
 
     @model_validator(mode="after")
     def _statistics_fit(self) -> Schema:
-        single = [feature.column for feature in self.categorical if feature.kind == "one_hot"]
+        single = dict.fromkeys(feature.column for feature in self.categorical if feature.kind == "one_hot")
         for spec in self.statistics:
             for name in spec.columns:
                 if name not in single:
@@ -452,7 +453,7 @@ class Schema(_Strict):
                         f"statistics: {name!r} is no feature of one id per row{nearest(name, single)}; list it under "
                         "categorical, a column of numbers with `buckets`"
                     )
-        if repeated := sorted(name for name in self.dense_inputs if self.dense_inputs.count(name) > 1):
+        if repeated := sorted(name for name, count in Counter(self.dense_inputs).items() if count > 1):
             raise ValueError(f"statistics: two inputs are called {repeated[0]!r}; list each statistic once")
         if self.statistics and self.label.kind != "binary":
             raise ValueError(f"statistics count positive labels, but label.kind is {self.label.kind!r}; remove them")
@@ -576,7 +577,14 @@ class Schema(_Strict):
 
     def features_of(self, table: str) -> tuple[str, ...]:
         """Returns the features that look up `table`, in order."""
-        return tuple(c.column for c in self.categorical if c.table_name == table)
+        return self._features.get(table, ())
+
+    @cached_property
+    def _features(self) -> dict[str, tuple[str, ...]]:
+        found = dict[str, tuple[str, ...]]()
+        for c in self.categorical:
+            found[c.table_name] = (*found.get(c.table_name, ()), c.column)
+        return found
 
     def with_options(
         self,
