@@ -495,10 +495,10 @@ def _merge(own: Path, out: Path, ids: Path, table: Any, change: TableChange) -> 
     """Writes the vocabulary `own` as `out`, without the ids that are gone and with those that are new; returns whether
     it is the one that the delta names: a checksum of bytes that hold their own does not see all of them."""
     old, about = Vocabulary.open(own), table["vocabulary"]
-    num_keys, missing_row = int(about["num_keys"]), int(about["missing_row"])
-    if change.ids > old.num_keys + change.num_embeddings:
+    num_rows, num_keys, missing_row = change.num_embeddings, int(about["num_keys"]), int(about["missing_row"])
+    if change.ids > old.num_keys + num_rows or not all(0 <= n <= num_rows for n in (num_keys, missing_row)):
         return False
-    summary = TableSummary(int(table["num_embeddings"]), num_keys, missing_row, num_keys, change.accesses)
+    summary = TableSummary(num_rows, num_keys, missing_row, num_keys, change.accesses)
     stored = stores_bytes(old.key_kind, old.header.hash_cap)
     ids_of = (lambda each: keys_from_arrow(each["key"].combine_chunks())) if stored else (lambda _: None)
     merged = (each for each in _merged(old, ids, change.ids) if len(each))
