@@ -328,7 +328,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
         ({"config": {"train": {None: 1}}}, "key None is not a text"),
         ({"schema": [1.5]}, r"schema is \[1.5\]; pass the path of a YAML file"),
         ({"split": ["nobody"]}, r"split is \['nobody'\]; give time, random or reference"),
-        ({"label": -0.5}, "label is -0.5; give the name of a column"),
+        ({"label": -0.5}, "label is -0.5; give a list of the names of columns"),
         ({"lists": 5}, "lists is 5; give a list of the names"),
         ({"dense": [None]}, r"dense is \[None\]; give a list of the names"),
         ({"run": 5}, "run is 5; give the path of a new folder"),

@@ -26,7 +26,7 @@ from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import CategoricalSpec, parse_schema
-from hotrow.export.score import load_module
+from hotrow.export.inputs import load_module
 from hotrow.run.folder import RunFolder
 from hotrow.serve.scorer import Scorer
 from loops import looped
