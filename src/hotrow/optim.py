@@ -45,7 +45,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     emb: one EmbeddingCollection, or several whose tables have different names. Only the optimizer that was made last
     for a collection may step: `step()` of an earlier one raises ValueError if the collection has gradients.
-    A frozen table (`requires_grad_(False)`) collects none, so `step()` leaves it and its state alone.
+    A frozen table (`requires_grad_(False)`) collects no gradients, so `step()` leaves it and its state alone.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.

@@ -140,8 +140,8 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
 
 
 def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:
-    """Returns the share of lookups of a day's training rows whose id has no row in its base, over all tables and by
-    table; None and {} for a dataset that extends no other."""
+    """Returns which share of the lookups in a day's training rows are of ids without a row in its base, over all tables
+    and by table; None and {} for a dataset that extends no other."""
     tables = mapping_in(info.summary, "ids")
     lost, all_of = ({t: number_in(tables, t, what) or 0.0 for t in tables} for what in ("unknown_to_base", "lookups"))
     shares = {name: lost[name] / all_of[name] for name in tables if all_of[name]}

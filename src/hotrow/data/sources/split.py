@@ -125,7 +125,7 @@ class TimeHistogram:
         self._merge(*np.unique(time >> self.shift, return_counts=True))
 
     def merged(self, other: TimeHistogram) -> TimeHistogram:
-        """A histogram of the rows of both."""
+        """One histogram of the rows that this one and `other` have counted."""
         found = TimeHistogram(max_distinct=self.max_distinct)
         found.shift = max(self.shift, other.shift)
         for own in (self, other):
