@@ -138,8 +138,8 @@ class KeyedJaggedTensor:
 
     @classmethod
     def of_rows(cls, key: str, rows: Tensor, starts: Sequence[int]) -> KeyedJaggedTensor:
-        """Returns a bag for each of some rows, in micro-batches as `in_parts` has them. Nothing is checked, since ranks
-        make one for every table at every step."""
+        """Returns one bag of one id for each of `rows`, in micro-batches as `in_parts` has them. Nothing is checked,
+        since ranks make one for every table at every step."""
         made = cls.__new__(cls)
         made.keys, made.values, made.weights, made._offsets = (key,), rows, None, None
         made.stride, made.parts = len(rows), tuple(starts)
@@ -244,7 +244,7 @@ class Batch:
     sparse: KeyedJaggedTensor
     label: Tensor
     of_samples: int | None = None
-    """Samples of the global batch of which this is one rank's part; if None, this is the whole."""
+    """Samples of the global batch, if this is one rank's part of it; None if this is the whole."""
     weight: Tensor | None = None
     """How much each sample counts in the loss, float32 [B]; if None, each counts 1."""
 

@@ -32,7 +32,7 @@ Point = tuple[float, float]
 
 
 def svg(body: Sequence[str], *, width: int = WIDTH, height: int = HEIGHT, label: str, data: str = "") -> str:
-    """Returns a self-contained SVG element. label: what it shows, for who cannot see it. data: more attributes."""
+    """Returns a self-contained SVG element. label: for readers who cannot see it. data: more attributes."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(label)}"{data} font-family="sans-serif" font-size="12">'

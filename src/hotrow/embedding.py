@@ -31,7 +31,7 @@ class Pending(NamedTuple):
     """A lookup and the gradient of its output, waiting for the optimizer."""
 
     kernels: ops.Kernels
-    """What updates the rows: kernels of the collection, or of one feature's sequences, without frozen tables."""
+    """The kernels that update the rows, of the collection or of one feature's sequences, without frozen tables."""
     sparse: KeyedJaggedTensor
     grad: Tensor
     """[B, output_dim], or [L, D] for a sequence; float32."""
@@ -193,8 +193,8 @@ class EmbeddingCollection(nn.Module):
 
             values[offsets[b]:offsets[b + 1]] = rows of the ids of the feature in sample b, in their order
 
-        For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients go the way
-        of `forward`'s, into the same `step()`. Raises ValueError for an id outside its table.
+        For each feature of this collection among `sparse.keys`; per-sample weights play no part. Gradients wait for the
+        same `step()` as those of `forward`. Raises ValueError for an id outside its table.
         """
         sparse = KeyedJaggedTensor.of(sparse)
         placement, frozen = self.placement, self.frozen
@@ -226,7 +226,7 @@ class EmbeddingCollection(nn.Module):
         return frozenset(t for t, own in enumerate(switches) if own is not None and not own.requires_grad)
 
     def kernels_without(self, kernels: ops.Kernels, frozen: frozenset[int]) -> ops.Kernels | None:
-        """Returns `kernels` for an update that leaves the `frozen` tables alone; None if it updates no other."""
+        """Returns `kernels` for an update that leaves the `frozen` tables alone; None if no table is left."""
         updates = self.placement.kernels.without(kernels, frozen)
         if updates is not None and updates is not kernels:
             self.placement.check("freeze_some")
@@ -270,7 +270,7 @@ class EmbeddingCollection(nn.Module):
         return [pending for _, pending in sorted(self._pending, key=lambda entry: entry[0])]
 
     def clear_pending(self, *, updated: bool = False) -> None:
-        """Drops the pending gradients: what `step()` (updated: it changed their rows) and `zero_grad()` end with."""
+        """Drops the pending gradients, at the end of `step()` (updated: it changed their rows) and `zero_grad()`."""
         for _, pending in self._pending:
             pending.lease.release(updated=updated)
         self._pending.clear()

@@ -3,7 +3,7 @@
     loss.backward(); dense_optimizer.step(); sparse_optimizer.step()
 
 `step()` hands the pending batches of an EmbeddingCollection and their pooled gradients to one native call that sorts,
-sums and applies (ops.Kernels.update states the arithmetic). One param group per table, so schedulers work as ever. Each
+sums and applies (ops.Kernels.update states the arithmetic). One param group per table, so schedulers just work. Each
 works with tables of any dtype; states and arithmetic are float32. `SplitSGDBF16` is for the dense layers beside them.
 """
 
@@ -45,21 +45,21 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     emb: one EmbeddingCollection, or several whose tables have different names. Only the optimizer that was made last
     for a collection may step: `step()` of an earlier one raises ValueError if the collection has gradients.
-    A frozen table (`requires_grad_(False)`) collects none, so `step()` leaves it and its state alone.
+    A frozen table (`requires_grad_(False)`) collects no gradients, so `step()` leaves it and its state alone.
 
     The rate of a table is `lr * lr_scale`, rounded to float32. `step()` consumes the pending gradients;
     `zero_grad()` drops them. State tensors keep their place in memory for life, also through `load_state_dict`.
 
     nonfinite: what a step does if a pooled gradient or a per-id weight is NaN or infinite, which would spread to
     every row it reaches. "raise": ValueError; no row has changed, the gradients stay pending. "skip": the step is left
-    out whole, its gradients dropped, `skipped` counts it and the first is a warning. If None, the caller has looked.
+    out whole, its gradients dropped, `skipped` counts it and the first is a warning. If None, the caller has checked.
     """
 
     algorithm: Algorithm
     state_names: tuple[str, ...] = ()
     """Names of the state tensors, as in torch.optim: `state[weight][name]`."""
     rule_names: tuple[str, ...] = ("lr", "lr_scale")
-    """What in a param group makes the rule of its table."""
+    """Entries of a param group that make the update rule of its table."""
 
     def __init__(self, emb: Collections, *, nonfinite: OnNonfinite = "raise", **defaults: Any) -> None:
         if nonfinite not in ("raise", "skip", None):
@@ -161,9 +161,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def prepare(self) -> Callable[[], None]:
-        """Starts what the next step on the pending batches needs of other ranks; `step` or `zero_grad` must follow.
+        """Starts the exchange that the next step on the pending batches needs; `step` or `zero_grad` must follow.
 
-        Returns what waits for it; `step` waits too.
+        Returns a function that waits for it; `step` waits too.
         """
         waiting = [k for k, part in enumerate(self._parts) if part.emb.pending]
         begun = [self._parts[k].emb.placement.prepare(self._lookups(k)) for k in waiting]
@@ -283,7 +283,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` returned: rates and states; of tables in tiers a checkpoint does.
+        """Restores what `state_dict()` returned: rates and states; for tables in tiers a checkpoint does.
 
         Raises ValueError if it belongs to other tables or another optimizer; then nothing has changed.
         """

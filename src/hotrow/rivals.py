@@ -1,4 +1,4 @@
-"""What others give on the rows of a run: a logistic regression and LightGBM, beside the run's own model.
+"""Rivals on the rows of a run: a logistic regression and LightGBM, beside the run's own model.
 
 They train on the rows that the run trained on and score the rows that judged it, as hotrow encoded both: numbers after
 their transforms, ids as row numbers, and without the statistics of the label. A list is its length and its last id.
@@ -28,7 +28,7 @@ from hotrow.run.record import Rivals
 from hotrow.run.scores import spread
 
 MOST_ROWS = 200_000
-"""Rows of a split that are used; of more, as many that lie evenly among them."""
+"""The most rows of a split that are used, spread evenly over it."""
 MAX_TREES, PATIENCE = 1000, 50
 CLICKS = OBJECTIVES[DEFAULT]
 Logits = NDArray[np.float64]
@@ -120,7 +120,7 @@ RIVALS: dict[str, tuple[Callable[..., tuple[Logits, int]], str, list[dict[str, A
 def compare_rivals(run: RunFolder, data: PackedDataset, judged: Metrics, say: Callable[[str], None]) -> Rivals:
     """Trains the rivals that are installed on the rows that a run trained on.
 
-    data: those rows. judged: the model's outputs for the rows that it is judged by. say: told of each rival.
+    data: those rows. judged: the model's outputs for the rows that it is judged by. say: called for each rival.
     """
     found, sure, split = Rivals([], {}), dict[str, float](), data.split(run.record.final_metrics["split"])
     kept, scored = rows_of(data.split("train")), rows_of(split)

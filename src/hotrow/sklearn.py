@@ -40,7 +40,7 @@ except ImportError as error:
     raise ImportError(f"hotrow.Classifier and hotrow.Regressor: {error}; pip install 'hotrow[sklearn]'") from error
 
 FEW_ROWS = 200
-"""With fewer rows there are no validation rows: a tenth of them would be a handful, and tells nothing."""
+"""With fewer rows there are no validation rows: a tenth of them would be too few to show anything."""
 ROWS_TO_CHOOSE = 1000
 """With fewer rows nothing is chosen by validation rows."""
 VALIDATION = 0.1
@@ -169,8 +169,8 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     estimator. options: other arguments of `hotrow.fit`, such as {"epochs": 3, "categorical": ["user"]}. random_state:
     draws validation rows and weights; if None, they are always the same.
 
-    After `fit`, `run_` is the run, of which a pickle holds what it scores with. There is no `eval_set`: validation rows
-    are drawn from X, or are its newest if it has a time, because the model is at last trained on them too.
+    After `fit`, `run_` is the run; a pickle holds what it scores with. There is no `eval_set`: validation rows are
+    drawn from X, or are its newest if it has a time, because the model is finally trained on them too.
     """
 
     def __sklearn_tags__(self) -> Any:

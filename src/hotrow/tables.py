@@ -22,7 +22,7 @@ MAX_POOLING = (
     "there is no max pooling: take the rows of every id with EmbeddingCollection.sequence(), and their maximum with "
     "torch.segment_reduce(values, 'max', offsets=offsets), which is -inf for an empty bag"
 )
-"""What to use in place of max pooling."""
+"""The advice in place of max pooling."""
 Dtype = Literal["float32", "float16", "bfloat16"]
 BYTES_PER_WEIGHT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 4}
 """Memory per weight by dtype; lookups touch half of a bfloat16's."""
@@ -37,15 +37,15 @@ class Births:
     prefix: Count = 0
     """Rows of the part that start as the same rows of the whole table; those behind them are `step` rows apart."""
     first: Count = 0
-    """Row of the whole table as which row `prefix` of the part starts."""
+    """The row of the whole table that row `prefix` of the part starts as."""
     step: Step = 1
 
     def of(self, row: int) -> int:
-        """Returns the row of the whole table as which `row` of the part starts."""
+        """Returns the row of the whole table that `row` of the part starts as."""
         return row if row < self.prefix else self.first + (row - self.prefix) * self.step
 
     def runs(self, start: int, stop: int) -> tuple[range, range]:
-        """Returns the rows of the whole table as which rows [start, stop) of the part start: in order, two ranges."""
+        """Returns the rows of the whole table that rows [start, stop) of the part start as: in order, two ranges."""
         middle = min(max(start, self.prefix), stop)
         behind = self.first + (middle - self.prefix) * self.step
         return range(start, middle), range(behind, behind + (stop - middle) * self.step, self.step)
@@ -65,7 +65,7 @@ class Uniform:
     bound: Amount | None = None
     """Half the width of the interval; None means sqrt(1 / num_embeddings), as in the reference DLRM. 0 means zeros."""
     zero_rows: Count = 0
-    """Leading rows that start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen ids."""
+    """Leading rows that start at zero: 1 for tables of a packed dataset, whose row 0 stands for rare and unseen ids."""
     births: Births = WHOLE
     """Which rows of a whole table these are, if this table is a part of it: see `TableConfig.part`."""
     column: Count = 0
@@ -146,7 +146,7 @@ class TableConfig:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights without optimizer state; of bfloat16, both halves."""
+        """Bytes of the weights without optimizer state; for bfloat16, both halves."""
         return self.num_embeddings * self.embedding_dim * BYTES_PER_WEIGHT[self.dtype]
 
 

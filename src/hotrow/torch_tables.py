@@ -38,7 +38,7 @@ class Given(NamedTuple):
 
 
 def from_torch(modules: nn.Module | Mapping[str, nn.Module] | nn.ModuleDict) -> list[Given]:
-    """Returns a table for each nn.EmbeddingBag or nn.Embedding, with a feature of its name; of one alone, "embedding".
+    """Returns a table for each nn.EmbeddingBag or nn.Embedding, with a feature of its name ("embedding" for one alone).
 
     Raises ValueError for other modules, and for options that hotrow's tables do not have.
     """

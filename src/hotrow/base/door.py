@@ -28,8 +28,8 @@ _FLAGS = {
 _NEVER = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MAX_LEVELS = 64
-"""The deepest that folders of an artifact nest. hotrow's nest five deep, and Python walks or removes no tree of a
-thousand levels."""
+"""How deep the folders of an artifact may nest. hotrow's nest five deep, and Python cannot walk or remove a thousand
+levels."""
 _KINDS = (
     (stat.S_ISLNK, "a link"),
     (stat.S_ISREG, "a file"),
@@ -45,7 +45,7 @@ def open_file(path: Path | str, mode: Mode = "rb", *, within: Path | None = None
     """Opens the regular file at `path` and follows no link below the folder `within`, by default the file's own folder.
 
     "wb" and "ab" make a missing file, mode 0600. Raises ValueError, which says what is there and what to do, if it is
-    anything else than a regular file; OSError as the system gives it, FileNotFoundError among them.
+    not a regular file; OSError as the system gives it, FileNotFoundError among them.
     """
     path = Path(path)
     with _parent(path, within) as parent:
@@ -82,14 +82,14 @@ def is_there(path: Path | str, *, within: Path | None = None) -> bool:
 
 
 def is_taken(path: Path | str) -> bool:
-    """Returns whether anything is at `path`, be it a link that leads nowhere."""
+    """Returns whether anything is at `path`, even a link that leads nowhere."""
     return os.path.lexists(path)
 
 
 def make_folder(path: Path | str, *, within: Path | None = None) -> None:
     """Makes the folder `path`, and missing ones above it, for the owner alone (mode 0700). It may exist already.
 
-    Raises ValueError if something else has its place; below the folder `within` also if a link has.
+    Raises ValueError if something else is there, or, below the folder `within`, a link.
     """
     path = Path(path)
     if not path.parent.exists():
@@ -104,7 +104,7 @@ def make_folder(path: Path | str, *, within: Path | None = None) -> None:
 
 
 def remove(path: Path, *, within: Path | None = None) -> None:
-    """Removes the file, link or whole folder `path`, if there is one. A link goes, and what it names stays.
+    """Removes the file, link or whole folder `path`, if there is one. Of a link, only the link itself goes.
 
     No link below `within`, by default the folder of `path`, is followed: ValueError is raised instead.
     """

@@ -44,7 +44,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "
 
 
 MAX_BYTES = 2**63 - 1
-"""More bytes than any machine has: what a size may say at most."""
+"""The largest size that is accepted: more bytes than any machine has."""
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
@@ -80,7 +80,7 @@ def size(num_bytes: float) -> str:
 
 
 class ByteRate(NamedTuple):
-    """A number of bytes per number of seconds."""
+    """A rate: `num_bytes` in `seconds`."""
 
     num_bytes: int
     seconds: int
@@ -116,7 +116,7 @@ def open_private(path: Path) -> BinaryIO:
 
 def take_room(file: BinaryIO, num_bytes: int) -> None:
     """Gives an open file room on the disk for `num_bytes`, so that a full disk is an error here, not a crash when the
-    file is mapped and written to. A shorter file grows. A system that cannot reserve room, as macOS, leaves a hole."""
+    file is mapped and written to. A shorter file grows. Systems that cannot reserve room, like macOS, leave a hole."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     elif os.fstat(file.fileno()).st_size < num_bytes:
@@ -135,7 +135,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def descriptor_of(path: Path, flags: int) -> Iterator[int]:
-    """Yields a descriptor of what lies at `path`; a file that `flags` make is private."""
+    """Yields a descriptor of the file or folder `path`; a file that `flags` create is private."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor
@@ -214,7 +214,7 @@ def check_text(name: str, *, what: str = "name") -> str:
 
 
 def check_path(path: str, *, what: str = "path") -> str:
-    """Returns `path` if a file may lie there by its characters. Raises ValueError, which names `what`."""
+    """Returns `path` if its characters are allowed in a file's path. Raises ValueError, which names `what`."""
     if "\0" in check_text(path, what=what):
         raise ValueError(f"{what} is {path!r}; no file can have the character NUL in its path: remove it")
     return path
@@ -224,7 +224,7 @@ def file_name(name: str) -> str:
     """Returns a file name for any name of a table: the name itself if `check_name` allows it, else an escaped form.
 
     Escaped names begin with "%": bytes other than letters, digits, "_", "." and "-" become %XX, and a long one ends in
-    a hash instead. Different names have different file names. Raises ValueError for what is not valid Unicode.
+    a hash instead. Different names have different file names. Raises ValueError for text that is not valid Unicode.
     """
     check_text(name)
     with suppress(ValueError):
@@ -240,9 +240,8 @@ def file_name(name: str) -> str:
 def claim(path: Path, *, shared: bool = False) -> Iterator[bool | None]:
     """Yields whether this process has the folder to itself inside the block; a kill releases it too.
 
-    shared: with others that share it, and nobody has it alone meanwhile. If None, the file system has no locks, so
-    nobody can tell. A folder is locked itself, or by its file LOCK if that does not work or would not be seen on other
-    machines.
+    shared: others may share it, but nobody may have it alone. Yields None if the file system has no locks. A folder is
+    locked itself, or by its file LOCK if that does not work or would not be seen on other machines.
     """
     itself = [] if file_system(path) in NETWORK else [(path, os.O_RDONLY)]
     claimed, descriptor = None, None

@@ -50,7 +50,7 @@ def host_facts() -> dict[str, Any]:
 
 
 def cpuinfo() -> str:
-    """Returns what the kernel says about the processor, or an empty text."""
+    """Returns the kernel's description of the processor, or an empty text."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -193,6 +193,6 @@ def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int 
 
 
 def end_with_parent() -> None:
-    """Makes Linux kill this process when the thread that started it ends, however that is."""
+    """Makes Linux kill this process when the thread that started it ends, for whatever reason."""
     with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

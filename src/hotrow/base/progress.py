@@ -26,7 +26,7 @@ class Progress:
     """One report on preparation. rows_total is an estimate until a stage has read all rows once."""
 
     stage: str
-    """look, guess, read, count, match or encode."""
+    """One of look, guess, read, count, match, encode."""
     rows_done: int
     rows_total: int
     rows_per_s: float
@@ -40,13 +40,13 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class TimeLeft:
-    """The time that work will still take, by its pace since it was first asked: what came before includes the start."""
+    """The time left, estimated from the pace since the first call; the time before that includes the start."""
 
     def __init__(self) -> None:
         self._first: tuple[float, float] | None = None
 
     def seconds(self, done: float, total: float, spent_s: float) -> float | None:
-        """Returns the seconds until all of `total` is done, or None as long as no pace is known."""
+        """Returns the seconds until all of `total` is done, or None while the pace is unknown."""
         first, before_s = self._first = self._first or (done, spent_s)
         if done >= total:
             return 0.0

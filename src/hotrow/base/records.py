@@ -4,8 +4,8 @@
     RECORD.write(path, Notes(...)); RECORD.read(path) == Notes(...)
 
 The last member of the file is `checksum`, on a line of its own: the SHA-256 of all bytes before that line, as
-`head -n -2 FILE | sha256sum` prints it. So a file that was edited, cut or damaged is refused before it is parsed. What
-it says is checked all the same, since anyone can make a checksum right. JSON that is written for others (reports,
+`head -n -2 FILE | sha256sum` prints it. So a file that was edited, cut or damaged is refused before it is parsed. Its
+content is checked all the same, since anyone can compute a checksum. JSON that is written for others (reports,
 metrics.jsonl, `--json`) has none.
 """
 
@@ -134,7 +134,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields what mappings in mappings hold, by dotted name; an empty mapping is a value."""
+    """Yields the values of nested mappings by dotted name; an empty mapping is a value."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flat(item, f"{name}.{key}" if name else str(key))

@@ -9,7 +9,7 @@ import os
 from collections.abc import MutableMapping
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Any of them says how threads wait; a user who has set one is not overruled."""
+"""Variables that say how threads wait; one that the user has set stays."""
 
 
 def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -265,7 +265,7 @@ def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]
 
 
 def sections_of(field: FieldInfo) -> dict[str, type[BaseModel]]:
-    """Returns the sections that may stand in a field: one, by '', or those of a union by their tags."""
+    """Returns the sections that a field may hold: one, by '', or a union's by their tags."""
     annotation: Any = field.annotation
     if _is_section(annotation):
         return {"": annotation}
@@ -285,7 +285,7 @@ def _section_at(names: Sequence[str]) -> type[BaseModel]:
 
 
 def allowed_in(section: type[BaseModel], name: str, *, of_entry: bool = False) -> str:
-    """Returns what a field may hold in words; of_entry: a value in the mapping that the field may hold."""
+    """Returns in words what a field may hold; of_entry: what a value in its mapping may hold."""
     field = section.model_fields[name]
     if inner := sections_of(field):
         mapping = f"a mapping with {', '.join(dict.fromkeys(chain(*(part.model_fields for part in inner.values()))))}"

@@ -35,11 +35,11 @@ UTF-8 text."""
 Column: TypeAlias = "pa.Array | list[Any]"
 Mask: TypeAlias = NDArray[np.bool_]
 LabelRule: TypeAlias = Any
-"""What labels are: a schema's `LabelSpec`."""
+"""The rule for labels: a schema's `LabelSpec`."""
 
 
 class Written(NamedTuple):
-    """How numbers are written in text, like a schema's `DenseSpec`, which may stand for it."""
+    """How numbers are written in text. A schema's `DenseSpec` has these fields too and will do."""
 
     decimal: str = "."
     thousands: str | None = None
@@ -55,11 +55,11 @@ MAX_EXACT_FLOAT = 2**53
 FLOAT32_END = 2.0**128 - 2.0**103
 """The least number that rounds to infinity in float32."""
 MAX_DIGITS = 20
-"""No id of 64 bits has more."""
+"""The most digits of a 64-bit id."""
 NUMBER = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
 INTEGER = r"^(0|-?[1-9]\d*)$"
 WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
-"""A whole number as text of floats has it: pandas writes integers with gaps so."""
+"""A whole number written as a float, as pandas writes integers if some are missing."""
 WRITTEN = "written"
 """The time zone whose clock shows a time as it is written."""
 ISO_DATE = r"^\s*\d{4}-\d\d-\d\d"
@@ -92,7 +92,7 @@ class Fault(NamedTuple):
 
 
 def single(value: Any) -> Any:
-    """What a cell of single values holds: a list of one is that one; None if it is missing."""
+    """The value of a cell in a column of single values: a list of one means its item; None if it is missing."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def single(value: Any) -> Any:
 
 
 def number_of(value: Any, written: Any = PLAIN) -> float:
-    """The number that a value means, NaN if it is missing. Raises UnreadableError if it is no finite float32."""
+    """The number that a value means, NaN if it is missing. Raises UnreadableError if it is not a finite float32."""
     value = single(value)
     if value is None:
         return math.nan
@@ -139,7 +139,7 @@ def is_plain(written: Any) -> bool:
 
 @lru_cache
 def pattern_of(written: Any) -> str:
-    """The regular expression of numbers that are written so, without blanks around them.
+    """The regular expression for numbers written as `written` says, without blanks around them.
 
     Groups of digits and a unit may be absent, except "%": 12 among percentages, and a number, may be a share.
     """
@@ -156,7 +156,7 @@ def pattern_of(written: Any) -> str:
 
 
 def id_of(value: Any, encoding: IdEncoding) -> int | bytes | None:
-    """The id that a value means: UTF-8 text, or an int64. Raises UnreadableError if it is none."""
+    """The id that a value means: UTF-8 text, or an int64. Raises UnreadableError if it is not an id."""
     value = single(value)
     if value is None:
         return None
@@ -216,7 +216,7 @@ def as_text(value: Any) -> str:
 
 
 def list_of(value: Any, separator: str | None) -> list[Any]:
-    """The values in a cell of lists; text is cut. Raises UnreadableError if it is to be a JSON array, and is none."""
+    """The values in a cell of lists; text is cut. Raises UnreadableError if it should be a JSON array and is not."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -230,7 +230,7 @@ def list_of(value: Any, separator: str | None) -> list[Any]:
 
 
 def json_list(text: str) -> list[str | None]:
-    """The ids in a JSON array. Raises UnreadableError if it is no such array."""
+    """The ids in a JSON array. Raises UnreadableError if it is not such an array."""
     try:
         found = _JSON.decode(text)
     except (ValueError, RecursionError):
@@ -247,7 +247,7 @@ def json_float(literal: str) -> float | str:
 
 
 def json_text(literal: str) -> str:
-    """The text of such a number, often as it is written."""
+    """The id that a number in JSON means: its text, often as it is written."""
     if len(literal) < 16 and literal[-1] != "0" and "0.000" not in literal and "e" not in literal.lower():
         return literal
     number = json_float(literal)
@@ -275,7 +275,7 @@ def seconds_of(value: Any, zone: str | None = None) -> Any:
 
 
 def column_of(cells: Any) -> Column:
-    """Values as an Arrow array if they are of one plain type, else as a list. Raises TypeError for no column."""
+    """Values as an Arrow array if they are of one plain type, else as a list. Raises TypeError for anything else."""
     if isinstance(cells, str | bytes | Mapping):
         raise TypeError(f"{type(cells).__name__} is no column of cells; pass a list of them")
     if not isinstance(cells, list | tuple) and getattr(cells, "dtype", None) != np.dtype("O"):
@@ -343,9 +343,9 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 
 
 def without_missing(column: Column, missing: Sequence[str], *, is_read: bool = False) -> Column:
-    """`column` with null for each text, also within lists, that is one of `missing` but for blanks around it.
+    """`column` with null for each text, also within lists, that is one of `missing` apart from blanks around it.
 
-    is_read: the reader has made null of texts without blanks, but for those in lists. An array of another type, or
+    is_read: the reader has already made nulls of texts without blanks, except in lists. An array of another type, or
     without such a text, comes back as it is.
     """
     if isinstance(column, list):
@@ -423,7 +423,7 @@ def _read(column: Column, read: Callable[[Any], Any]) -> tuple[list[Any], Mask]:
 
 
 def numbers(column: Column, written: Any = PLAIN) -> tuple[NDArray[np.float64], Mask]:
-    """Numbers [n], NaN if a cell is missing or no finite float32, and a mask [n] of the latter."""
+    """Numbers [n], NaN if a cell is missing or not a finite float32, and a mask [n] of those that are not."""
     array = plain(column) if isinstance(column, pa.Array) else None
     if array is not None and is_text(array.type):
         made = _plain_numbers(array) if is_plain(written) else written_numbers(array, written)[0]
@@ -442,7 +442,7 @@ def numbers(column: Column, written: Any = PLAIN) -> tuple[NDArray[np.float64], 
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether a type holds numbers that a float64 is near to."""
+    """Whether a type holds numbers that float64 can hold or approximate."""
     is_other = pa.types.is_boolean(kind) or pa.types.is_null(kind)
     return bool(is_other or pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
@@ -465,7 +465,7 @@ def _plain_numbers(array: pa.Array) -> pa.Array:
 
 
 def written_numbers(array: pa.Array, written: Any) -> tuple[pa.Array, Mask]:
-    """Text that is written so as float64, and a mask of what is not."""
+    """Numbers in text as float64, and a mask of text that is not written as `written` says."""
     array = with_plain_blanks(array)
     good = pc.match_substring_regex(array, pattern_of(written))
     array = pc.if_else(good, array, pa.scalar(None, array.type))
@@ -475,7 +475,7 @@ def written_numbers(array: pa.Array, written: Any) -> tuple[pa.Array, Mask]:
 
 
 def with_plain_blanks(array: pa.Array) -> pa.Array:
-    """Text without blanks around it, and with the ordinary blank for others."""
+    """Text without blanks around it, and with ordinary blanks in place of others."""
     for blank in OTHER_BLANKS:
         array = pc.replace_substring(array, blank, " ")
     return pc.utf8_trim_whitespace(array)
@@ -514,7 +514,7 @@ def _by_format(column: Column, format: str) -> Column:
 
 
 def on_clock(times: NDArray[np.float64], zone: str | None) -> NDArray[np.float64]:
-    """Unix times, of seconds or, as their size tells, of thousandths, millionths or billionths, as the seconds that the
+    """Unix times of seconds, thousandths, millionths or billionths, which their size tells, as the seconds that the
     clock of a zone shows [n]. zone: a name such as Europe/Berlin; those that count there already if WRITTEN, or UTC."""
     scales = [(times >= least) for least in (1e17, 1e14, 1e11)]
     seconds: NDArray[np.float64] = times / np.select(scales, [1e9, 1e6, 1e3], 1.0)
@@ -528,7 +528,7 @@ def on_clock(times: NDArray[np.float64], zone: str | None) -> NDArray[np.float64
 
 
 def ids(column: Column, encoding: IdEncoding) -> tuple[pa.Array, Mask]:
-    """Ids [n] as int64 or large binary, null if a cell is missing or no id, and a mask [n] of the latter."""
+    """Ids [n] as int64 or large binary, null if a cell is missing or not an id; and a mask [n] of these last."""
     kind = pa.large_binary() if encoding == "bytes" else pa.int64()
     array = plain(column) if isinstance(column, pa.Array) else column
     if isinstance(array, list) or pa.types.is_decimal(array.type):
@@ -573,7 +573,7 @@ def _integers(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, Mask]:
 
 
 def no_id(column: Column) -> str:
-    """Why cells of a column are no ids, and the cure."""
+    """Why cells of a column are not ids, and the cure."""
     kind = column.type if isinstance(column, pa.Array) else pa.null()
     if pa.types.is_floating(kind):
         cure = "an id must be a whole number below 2^53; correct the file, or list the column under dense"
@@ -586,7 +586,7 @@ def no_id(column: Column) -> str:
 
 def lists(column: Column, separator: str | None) -> tuple[Column, NDArray[np.int64], Mask]:
     """The items of all cells: of lists, of text that is cut at `separator`, or the cells themselves; where each cell's
-    begin [n + 1]; and a mask [n] of cells that are no lists, which have none."""
+    items begin [n + 1]; and a mask [n] of cells that are not lists, which have no items."""
     array = plain(column) if isinstance(column, pa.Array) else None
     if array is not None and separator not in (None, JSON_LISTS) and is_text(array.type):
         array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), separator)
@@ -647,12 +647,12 @@ def in_arrow(column: Column) -> pa.Array:
 
 
 def as_texts(column: Column) -> pa.Array:
-    """Text ids as text, null if a cell is none."""
+    """Text ids as text, null if a cell has none."""
     return _each(column, lambda value: as_text(text_of(single(value))), pa.string())[0]
 
 
 def to_weight(column: Column, name: str) -> tuple[NDArray[np.float32], Fault | None]:
-    """The weight of each row. Faults: a missing one, one that is no finite number, and one below 0."""
+    """The weight of each row. Faults: a weight that is missing, not a finite number, or below 0."""
     column = in_arrow(column)
     check_number(column.type, name)
     found, bad = numbers(column)
@@ -731,9 +731,9 @@ class TimeReader(NamedTuple):
         return values, self._fault(column, missing, source)
 
     def ticks_per_s(self, sample: pa.Array, column: str) -> float | None:
-        """How many units of the times that are read a second has; None if they are numbers, and those of
-        `sample`, its first cells, are no unix times of seconds (whole ones also of thousandths, millionths or
-        billionths), or are whole and all look like dates that digits write."""
+        """Units per second of the times that are read; None if they are numbers, and those in `sample`, its first
+        cells, are not unix times in seconds (whole ones also of thousandths, millionths or billionths), or are whole
+        and all look like dates that digits write."""
         sample = plain(sample).drop_null()
         kind = sample.type
         if is_text(kind):

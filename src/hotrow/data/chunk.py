@@ -32,7 +32,7 @@ SKIP_CURE = "let bad rows be left out (--skip-bad-rows N, in Python skip_bad_row
 
 
 class NoRowsError(ValueError):
-    """Files without a row, where some are needed."""
+    """The files have no rows, and some are needed."""
 
 
 class RowError(ValueError):
@@ -113,7 +113,7 @@ FEW_ODD, FEW_ODD_SHARE = 10, 0.01
 def most_odd(num_rows: int, share: float) -> int:
     """Returns how many of a column's cells in `num_rows` rows may be odd, if `share` of them may be.
 
-    One odd cell in 1,000 comes of slips; a column with more of them holds something else as well. A share says little
+    One odd cell in 1,000 comes from slips; a column with more of them holds something else as well. A share says little
     of few rows, so up to FEW_ODD cells may be odd there.
     """
     return max(int(share * num_rows), min(FEW_ODD, int(FEW_ODD_SHARE * num_rows))) if share else 0
@@ -125,11 +125,11 @@ class OddCells:
 
     column: str
     rows: NDArray[np.int64]
-    """Row of each in its chunk; of a row that is left out, the row after it. All left out count, sampled or not."""
+    """Row of each cell in its chunk; for a row left out, the row after it. All left out count, sampled or not."""
     numbers: NDArray[np.int64]
-    """What `error` takes for each."""
+    """The argument of `error` for each cell."""
     error: Callable[[int], RowError]
-    """Says of a cell where it is and what is wrong with it."""
+    """Says where a cell is and what is wrong with it."""
     is_row: bool = False
     """Whether the rows are left out; if not, the cells are missing."""
 
@@ -146,7 +146,7 @@ class Chunk:
 
     num_rows: int
     label: NDArray[np.float32] | None
-    """[num_rows], or [num_rows, L] of L > 1 labels, checked by the source; None of rows to predict."""
+    """[num_rows], or [num_rows, L] for L > 1 labels, checked by the source; None for rows to predict."""
     dense: NDArray[np.float32]
     """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
     keys: Mapping[str, Keys]
@@ -162,7 +162,7 @@ class Chunk:
     unreadable: Mapping[str, int] = field(default_factory=dict)
     """How many values are not of their column's kind, by column; only rows to score have such values."""
     kept: pa.RecordBatch | None = None
-    """Columns that were asked for as the source has them, [num_rows] each."""
+    """Columns to keep, unchanged, [num_rows] each."""
 
 
 @dataclass(frozen=True)
@@ -233,15 +233,14 @@ class Source(Protocol):
     def chunks(
         self, start: Position | None = None, *, stop: int | None = None, rows_per_chunk: int = 65536
     ) -> Generator[Chunk, None, None]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before the file `stop`; None: all rows.
+        """Yields chunks of at most `rows_per_chunk` rows, from `start` on and up to the file before `stop`, if given.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
 
 
 def file_starts(start: Position | None, num_files: int, stop: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yields the index of each file from a position on, before the file `stop`, and where its rows begin that are left
-    to read."""
+    """Yields the index of each file from a position on, before the file `stop`, and where its unread rows begin."""
     start = start or Position()
     for index in range(start.file_index, num_files if stop is None else stop):
         yield index, start.offset if index == start.file_index else 0
@@ -316,7 +315,7 @@ def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
 
 
 def some_keys(keys: Keys, kept: NDArray[np.bool_]) -> Keys:
-    """Returns the lists of `keys` with those ids alone whose mask [num_keys] is set."""
+    """Returns the lists of `keys` with only the ids whose mask [num_keys] is set."""
     assert keys.row_splits is not None, "rows hold lists"
     row_splits = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[keys.row_splits]
     return replace(take_keys(keys, np.flatnonzero(kept)), row_splits=row_splits)
@@ -331,7 +330,7 @@ def keys_to_arrow(keys: Keys) -> pa.Array:
 
 
 def keys_from_arrow(array: pa.Array) -> Keys:
-    """The keys that `keys_to_arrow` made an array of, or of any rows of it. A missing value has no bytes."""
+    """The keys in an array from `keys_to_arrow`, or in any rows of one. A missing value has no bytes."""
     row_splits = None
     if pa.types.is_large_list(array.type):
         splits, array = array.offsets.to_numpy(), array.flatten()

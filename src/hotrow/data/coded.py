@@ -42,7 +42,7 @@ IdSpec: TypeAlias = Any
 
 
 def to_keys(column: Column, spec: IdSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
-    """Returns the keys of one feature, and which of its cells are no ids. A missing value is a missing key; a missing
+    """Returns the keys of one feature, and which of its cells are not ids. A missing value is a missing key; a missing
     list is an empty one."""
     if spec.kind == "one_hot":
         found, bad = ids(column, encoding)

@@ -174,7 +174,7 @@ def count_codes(
 class ValueCounts:
     """Rows and positives by value and fold, of the values' 64-bit hashes; value_counts.h has the rules.
 
-    max_values: of more distinct values some are left out, by their hashes. strict: for `before` with times.
+    max_values: if there are more distinct values, some are left out, by their hashes. strict: for `before` with times.
     """
 
     def __init__(self, num_folds: int, *, max_values: int, strict: bool = False) -> None:
@@ -188,18 +188,18 @@ class ValueCounts:
         counted: NDArray[np.bool_],
         folds: NDArray[np.uint8] | None,
     ) -> None:
-        """Counts the rows for which `counted` is set [n]. folds: of each row [n]; None if there is one."""
+        """Counts the rows for which `counted` is set [n]. folds: by row [n]; None if there is one."""
         self._native.add(hashes, labels, counted, folds)
 
     def put(self, hashes: NDArray[np.uint64], counts: NDArray[np.uint32], *, fold: int = 0, zeros: int = 0) -> None:
-        """Adds counts [m, 2 K] of other rows, those of their first fold to `fold`, as `items` returns them."""
+        """Adds counts [m, 2 K] of other rows, as `items` returns them; their first fold goes to `fold`."""
         self._native.put(hashes, counts, fold, zeros)
 
     def get(
         self, hashes: NDArray[np.uint64], own: NDArray[np.bool_] | None = None, folds: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint32]:
-        """Returns rows and positives of each row's value [n, 2]: in all folds, or if `own` is set for a row, in all
-        folds but that of the row."""
+        """Returns rows and positives of each row's value [n, 2]: in all folds, or, if `own` is set for a row, in all
+        but its own."""
         out = np.empty((len(hashes), 2), np.uint32)
         self._native.get(hashes, own, folds, out)
         return out
@@ -212,8 +212,8 @@ class ValueCounts:
         times: NDArray[np.int64] | None,
         after: ValueCounts,
     ) -> NDArray[np.uint32]:
-        """Returns rows and positives of each row's value [n, 2]: of a training row those of training rows of earlier
-        times, or without times before it, which is then counted; of any other row those of `after`."""
+        """Returns rows and positives of each row's value [n, 2]: for a training row, of the training rows of earlier
+        times (without times: before it), and it is then counted; for any other row, those in `after`."""
         out = np.empty((len(hashes), 2), np.uint32)
         self._native.before(hashes, labels, trains, times, after._native, out)
         return out
@@ -246,7 +246,7 @@ class Counter:
         return functools.partial(Counter, self.kind, hash_cap=self.hash_cap, order=self.order), ()
 
     def add(self, keys: Keys, counts: NDArray[np.uint32] | None = None) -> None:
-        """Counts key i counts[i] times, as if it had come so often in a row; None counts each key once."""
+        """Counts key i counts[i] times, as if it came that often in a row; None counts each key once."""
         if keys.kind != self.kind:
             raise ValueError(f"keys are of kind {keys.kind!r}, this counter counts {self.kind!r}")
         hashes = hash_keys(keys, hash_cap=self.hash_cap)

@@ -324,7 +324,7 @@ class Counter:
         data: NDArray[np.uint8] | None,
         offsets: NDArray[np.int64] | None,
     ) -> None:
-        """Counts key i counts[i] times, as if it had come so often in a row; None counts each key once."""
+        """Counts key i counts[i] times, as if it came that often in a row; None counts each key once."""
         raw = b"" if data is None else data.tobytes()
         for i, h in enumerate(hashes.tolist()):
             count = 1 if counts is None else int(counts[i])

@@ -1,4 +1,4 @@
-"""What rows hold, by column, and what of it stands out beside the rows that a model was validated on.
+"""What rows hold, by column, and what stands out beside the rows that a model was validated on.
 
     seen = Seen(usual={"user": {"values": 2000, "unknown": 61, "missing": 0}}, ranges={"price": (0.1, 6.4)})
     seen.add_ids("user", rows, missing)                 # for every batch that is scored
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_COUNT = 10
-"""Fewer values than this never stand out: a single new user among a few rows is no news."""
+"""Fewer values than this never stand out: a single new user among a few rows is not news."""
 MIN_SHARE = 0.01
 """A smaller share never stands out: it moves few scores, however sure its difference is."""
 MAX_ERRORS = 5.0
@@ -30,7 +30,7 @@ MAX_TIMES = 2.0
 validated the model, and with many rows that alone would exceed any number of errors."""
 MANY_UNKNOWN = 1 / 3
 """A feature with this share of unknown ids is named even if validation's was as large: so many samples share row 0 that
-the feature says little of them. Numbers that are ids too say it by their size."""
+the feature says little about them. Numbers that are ids too say it by their size."""
 IDS_OF_NUMBERS = " (ids)"
 INNER = 0.001
 """The training range of a column leaves out this share of its numbers at either end, so that one wild number cannot
@@ -136,7 +136,7 @@ class Seen:
         }
 
     def warnings(self) -> dict[str, str]:
-        """Returns what a user should be told, by the code under which runs count it; {} if all is as usual."""
+        """Returns warnings for the user, by the code under which runs count them; {} if all is as usual."""
         found = list(self.standing_out())
         told = {}
         for kind, (code, text) in _SENTENCES.items():

@@ -65,15 +65,15 @@ class TableChange:
 
     tensor: str
     num_embeddings: Count
-    """In the new export."""
+    """Rows of the new table."""
     embedding_dim: Annotated[int, Field(ge=1, le=1 << 24)]
     """Columns of the tensor."""
     rows: Count = 0
     """Rows that are new or differ."""
     ids: Count = 0
-    """Ids that are new or gone; one whose row is another is both."""
+    """Ids that are new or gone; one whose row changed is both."""
     accesses: Count = 0
-    """What the header of the new vocabulary counts, if ids changed."""
+    """Accesses in the header of the new vocabulary, if ids changed."""
     vocabulary: str = ""
     """Content id of the new vocabulary, if ids changed."""
     dtype: Literal["F32", "BF16", "U8"] = "F32"
@@ -125,7 +125,7 @@ class Delta:
 
 @record(frozen=True, config=STRICT)
 class Chain:
-    """The content of chain.json: checksums of the exports that an export was, the oldest first, and its own."""
+    """The content of chain.json: checksums of the exports that an export was before, the oldest first, and its own."""
 
     exports: tuple[Checksum, ...]
 
@@ -170,9 +170,9 @@ def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole
 
 
 class Changes(whole.Whole):
-    """Writes a delta into the folder `delta`: of tables and vocabularies what differs from `since`, other files whole.
+    """Writes a delta into the folder `delta`: what differs from `since` in tables and vocabularies, other files whole.
 
-    before: what export.json says of `since`. tables: what was found to differ.
+    before: export.json of `since`. tables: the differences found.
     """
 
     def __init__(self, delta: Path, since: Path, before: Description) -> None:
@@ -218,7 +218,7 @@ class Changes(whole.Whole):
         return FileRecord(len(head) + num_bytes, f"{checksum:08x}")
 
     def vocabulary(self, name: str, own: Vocabulary) -> FileRecord:
-        """Writes the ids that differ, or the file if it is of other ids; returns size and checksum of the whole
+        """Writes the ids that differ, or the whole file if it holds other ids; returns size and checksum of the whole
         file."""
         if name not in self._before.files:
             return super().vocabulary(name, own)

@@ -6,7 +6,7 @@
 | `rows` [batch, sum of D] | pooled rows of all features, side by side in the order of export.json |
 | `X.rows` [ids, D], `X.offsets` [batch + 1] | in place of `rows` if the model takes every id's row: of each feature X |
 
-The output `scores` is [batch], or [batch, labels] of several labels. It is made of the export's own model.py, weights
+The output `scores` is [batch], or [batch, labels] for several labels. It is made of the export's own model.py, weights
 and calibration.
 """
 
@@ -34,13 +34,13 @@ PACKAGES = ("onnx", "onnxscript")
 
 
 def check_packages() -> None:
-    """Raises ValueError if a package is missing by which ONNX is written."""
+    """Raises ValueError if a package that writes ONNX is missing."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(f"ONNX needs {' and '.join(missing)}: pip install 'hotrow[onnx]', or export without --onnx")
 
 
 def write_dense(path: Path, about: dict[str, Any], *, network: Path, weights: Path) -> None:
-    """Writes the network of an export, of which export.json says `about`, as ONNX. network, weights: its model.py and
+    """Writes the network of an export, whose export.json is `about`, as ONNX. network, weights: its model.py and
     model.safetensors.
 
     The bytes depend on these alone, not on the machine. Raises ValueError, which names the model, if it has an

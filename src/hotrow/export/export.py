@@ -123,11 +123,11 @@ class Description:
     at_serving: dict[str, JsonValue] = field(default_factory=dict)
     """What a raw column counts as in all rows."""
     statistics: tuple[dict[str, JsonValue], ...] = ()
-    """Of which features the label's statistics are inputs, after the dense columns, and with which priors."""
+    """The features whose label statistics are inputs, after the dense columns, and their priors."""
     calibration: tuple[dict[str, JsonValue], ...] = ()
-    """The arguments of model.py's `calibrated`, of each time it is applied to the network's outputs."""
+    """The arguments of model.py's `calibrated`, for each time it is applied to the network's outputs."""
     labels: tuple[str, ...] = ()
-    """What the scores of a row are of, in their order."""
+    """The labels that a row's scores predict, in order."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
     row_cost: dict[str, JsonValue] | None = None
@@ -196,7 +196,7 @@ def write_export(
     cost_of: Callable[[RowFormat], dict[str, Any] | None],
 ) -> Description:
     """Writes the files of an export from `checkpoint` and from the run's encoder in the folder `vocabulary`,
-    export.json last; returns what it says.
+    export.json last; returns its content.
 
     calibration: the arguments of `calibrated` for each layer of calibration that follows the network. seen: knows what
     is usual in rows to score; if None, nothing is known. cost_of: returns the `row_cost` of a format of rows that is
@@ -255,7 +255,7 @@ def verify_files(
 ) -> int:
     """Compares files in the folder `path` with their sizes and checksums; returns their bytes.
 
-    unread: of files whose names begin so, only the size is compared. Raises ValueError naming the first that is
+    unread: beginnings of names of files whose size alone is compared. Raises ValueError naming the first that is
     missing or may not be read, or that differs from what the file `said_by` says.
     """
     for name, wanted in files.items():

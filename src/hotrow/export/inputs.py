@@ -6,8 +6,8 @@ FOLDER is what `hotrow export` wrote, and this file is its inputs.py. cells.py b
 transforms/ are functions of numbers, and seen.py counts what the rows hold. All are meant to be read and to be taken
 over into other systems. They read export.json, the vocabularies and the counts of statistics, and hold these in memory.
 
-Any value gets an input: what is no id or number of its column is missing. A table without a vocabulary takes row
-numbers, and refuses anything else.
+Any value gets an input: one that is not an id or number of its column is missing. A table without a vocabulary takes
+row numbers, and refuses anything else.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Rows = dict[str, tuple[Any, Any]]
 
 
 ABOUT_DENSE = ("name", "transform", "missing", "written")
-"""What export.json says of a dense column besides the options of its transform."""
+"""Fields of a dense column in export.json besides the options of its transform."""
 
 
 class Inputs:
-    """What makes inputs of raw values for the model in `folder`.
+    """Makes inputs of raw values for the model in `folder`.
 
-    seen: what the rows that were read last held, by column; see seen.py.
+    seen: counts of what the latest rows held, by column; see seen.py.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -215,7 +215,7 @@ class Counts:
         ]
 
     def of(self, i: int, hashes: Any) -> tuple[Any, ...]:
-        """Returns rows and positives of each value by statistic i, and those of all values: four arrays [n], of the
+        """Returns, for statistic i, rows and positives of each value and of all values: four arrays [n], times the
         share of rows that training rows saw. hashes: uint64 [n]."""
         values = hashes.view(np.int64).tolist()
         own = np.array([self._of_value[i].get(value, [0, 0]) for value in values], np.float64).reshape(-1, 2)
@@ -280,7 +280,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def row_number(feature: dict[str, Any], table: dict[str, Any], key: Any, value: Any, at: int, splits: Any) -> int:
-    """Returns an id that is a row of its table already. Raises ValueError if it is none."""
+    """Returns an id that already is a row number. Raises ValueError if it is not one."""
     if key is None or not 0 <= key < table["num_embeddings"]:
         where = f"column {feature['name']!r}, row {int(np.searchsorted(splits, at, side='right')) - 1}: {value!r}"
         raise ValueError(f"{where} is no row of its table; pass an integer from 0 to {table['num_embeddings'] - 1}")

@@ -105,7 +105,7 @@ class Constant(nn.Module):
 
 
 def each(members: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Returns what each module makes of its own x; x [M, B, I]."""
+    """Returns each module's output for its own x; x [M, B, I]."""
     return torch.stack([member(own) for member, own in zip(members, x, strict=True)])
 
 

@@ -1,7 +1,7 @@
 """How an export stores the rows of its tables: in float32, in bfloat16, or as a byte for each number.
 
-A row is stored by itself, so that what has changed between two exports is found row by row. `rows_of` in score.py is
-the way back.
+A row is stored by itself, so that what has changed between two exports is found row by row. `rows_of` in score.py
+reverses it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StoredRows:
 
 
 class StoredLookups:
-    """Looks rows of `embedding` up as an export stores them: what an evaluation takes in place of the collection."""
+    """Looks up rows of `embedding` as an export stores them, for an evaluation in place of the collection."""
 
     def __init__(self, embedding: EmbeddingCollection, form: RowFormat) -> None:
         self.feature_names, self._embedding, self._form = embedding.feature_names, embedding, form

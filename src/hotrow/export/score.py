@@ -31,7 +31,7 @@ STORED = {"float32": (torch.float32, 0), "bf16": (torch.bfloat16, 0), "int8": (t
 
 
 class Scorer:
-    """The model in `folder`. read: what makes its inputs of raw values. bags: an nn.EmbeddingBag per table. model: the
+    """The model in `folder`. read: makes its inputs of raw values. bags: an nn.EmbeddingBag per table. model: the
     network on their rows. scores: the function that makes scores of its outputs."""
 
     def __init__(self, folder: Path | str) -> None:
@@ -55,12 +55,12 @@ class Scorer:
 
     @property
     def seen(self) -> Any:
-        """What the rows that were scored last held, by column; see seen.py."""
+        """Counts of what the latest scored rows held, by column; see seen.py."""
         return self.read.seen
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
-        """Returns the score of each row, [B], or [B, L] if export.json lists L > 1 `labels`; README.md says what it is.
+        """Returns the score of each row, [B], or [B, L] if export.json has L `labels`; README.md says what it is.
 
         columns: raw values by name, None for a missing one; `Inputs.of` says what is warned of and refused.
         """
@@ -72,8 +72,8 @@ class Scorer:
 
     @torch.no_grad()
     def inputs(self, columns: Mapping[str, Sequence[Any]]) -> tuple[Tensor, Any]:
-        """Returns what the model takes for each row: dense inputs [B, I], and the tables' rows: pooled [B, sum of D],
-        or, for a network that takes every id's row, ([all, D], offsets) by feature. columns: as for `score`."""
+        """Returns the model's inputs for each row: dense inputs [B, I], and the tables' rows: pooled [B, sum of D], or,
+        for a network that takes every id's row, ([all, D], offsets) by feature. columns: as for `score`."""
         dense, numbers = self.read.of(columns)
         rows = {name: [torch.from_numpy(each) for each in both] for name, both in numbers.items()}
         bags = {feature["name"]: self.bags[feature["table"]] for feature in self.about["features"]}

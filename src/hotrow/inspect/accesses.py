@@ -1,4 +1,4 @@
-"""Which rows of which table are looked up, batch by batch, in the stored order of a split of a packed dataset."""
+"""The rows of each table that are looked up, batch by batch, in the stored order of a split of a packed dataset."""
 
 from __future__ import annotations
 

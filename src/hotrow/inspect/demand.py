@@ -69,9 +69,9 @@ def spread(demands: Sequence[Demand]) -> dict[str, Any]:
     curve: (share of all table bytes, share of all training bytes) along the tables, densest first, from (0, 0).
     gini: from that curve: 0 if every byte of table is demanded equally, near 1 if a few bytes take all.
     max_over_median: the highest density over the median. bytes_of_half_the_demand: the share of the table bytes,
-    densest tables first and the last one in proportion, that takes half of the demand. top_tables: the densest tables
-    that together have at most 1 % and 10 % of the bytes: their number, their share of bytes and of demand. All are None
-    if there is only one table.
+    densest tables first and the last one in proportion, that takes half of the demand. top_tables: of the densest
+    tables that together have at most 1 % and 10 % of the bytes, the number, the share of bytes and of demand. All are
+    None if there is only one table.
     """
     ordered = sorted(demands, key=lambda demand: (-demand.density, demand.table))
     curve = np.zeros((len(ordered) + 1, 2))

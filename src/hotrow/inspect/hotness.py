@@ -47,7 +47,7 @@ class TableHotness:
         return coverage(self.table.counts, [self.rows_of(share) for share in shares], total=self.accesses)
 
     def rows_of(self, share: float) -> int:
-        """Returns how many rows that share of the table is, at least one."""
+        """Returns the number of rows in that share of the table, at least one."""
         return max(1, round(share * self.table.num_embeddings))
 
     def to_json(self) -> dict[str, Any]:

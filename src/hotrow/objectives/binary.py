@@ -111,7 +111,7 @@ class BinaryCrossEntropy(Objective):
     def influences(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:
-        """Returns those of `auc` (DeLong et al., 1988), `logloss` and `ne`."""
+        """Returns the influences on `auc` (DeLong et al., 1988), `logloss` and `ne`."""
         loss_N, share_N = self.losses(outputs_N, label_N), shares(weight_N, len(label_N))
         rate = float((share_N * label_N).mean())
         loss = float((share_N * loss_N).mean())

@@ -58,7 +58,7 @@ class ClicksByGroup(BinaryCrossEntropy):
         weight_N: NDArray[np.float32] | None,
         group_N: NDArray[np.int64],
     ) -> dict[str, NDArray[np.float64]]:
-        """Returns those of all measures; `gauc` is moved by the first row of each group."""
+        """Returns the influences on all measures; the first row of each group moves `gauc`."""
         known, found = np.flatnonzero(group_N >= 0), self.influences(outputs_N, label_N, weight_N)
         weights = None if weight_N is None else weight_N[known]
         areas, weight, rows, _ = _by_group(outputs_N[known], label_N[known], group_N[known], weights)
@@ -70,7 +70,7 @@ class ClicksByGroup(BinaryCrossEntropy):
         return found
 
     def lines(self, figures: Figures) -> list[str]:
-        """Returns AUC, LogLoss and GAUC, with the number of groups and rows that GAUC is of."""
+        """Returns AUC, LogLoss and GAUC, with the number of groups and rows behind GAUC."""
         of = f"{figures['gauc_groups']:,} groups by {self.by} with both labels, {figures['gauc_rows']:,} rows"
         return [*super().lines(figures), f"GAUC     {shown(figures['gauc'])}   ({of})"]
 
@@ -82,7 +82,7 @@ def group_auc(
     weights: NDArray[np.float32] | None = None,
 ) -> tuple[float, int, int]:
     """Returns the mean AUC of the groups that have both labels, each weighted by the sum of its rows' weights, and the
-    numbers of these groups and rows. The mean is NaN if there is no such group. weights: as of `binary.auc`.
+    numbers of these groups and rows. The mean is NaN if there is no such group. weights: as for `binary.auc`.
 
     One sort serves all groups. Without weights sums are of integers, and exact. It takes about 80 bytes per row.
     """

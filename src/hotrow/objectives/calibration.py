@@ -26,7 +26,7 @@ MAX_STEPS, LEAST_CHANGE = 100, 1e-10
 
 @record(frozen=True, config=STRICT)
 class Calibration:
-    """A map that was fitted, and to what."""
+    """A fitted map, and the rows that it was fitted to."""
 
     method: Method
     step: Count
@@ -38,7 +38,7 @@ class Calibration:
     x: tuple[FiniteFloat, ...] = ()
     y: tuple[FiniteFloat, ...] = ()
     from_selection: bool = False
-    """Whether it was fitted to the run in RUN/selection, of whose validation rows the weights have trained since."""
+    """Whether it was fitted to the run in RUN/selection, whose validation rows have trained the weights since."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if `x` and `y` are no points of a line."""
@@ -56,7 +56,7 @@ class Calibration:
         network.register_forward_hook(lambda *each: calibrated(each[-1], **layer))
 
     def line(self) -> str:
-        """Returns what was fitted to what, in words."""
+        """Returns which map was fitted to which rows, in words."""
         of = f"{self.num_rows:,} validation rows{' of the selection' if self.from_selection else ''}"
         if self.method == "slope" and self.slope == 1:
             return f"slope, which changes nothing: {of} do not show that log odds are too far apart"

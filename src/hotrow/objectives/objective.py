@@ -24,7 +24,7 @@ LabelKind = Literal["binary", "number"]
 Figures = Mapping[str, Any]
 """Metrics by name, as they are written to files: None stands for NaN."""
 ERRORS = 2.0
-"""A difference of at most so many standard errors may be chance: without any, one of twenty is larger."""
+"""A difference of at most this many standard errors may be chance: if there is none, one in twenty is larger."""
 
 
 class Measure(NamedTuple):
@@ -37,7 +37,7 @@ class Measure(NamedTuple):
     meaning: str = ""
     """What its numbers mean, if the title does not say it."""
     beside: str = ""
-    """What stands beside a number of it, to compare with."""
+    """What is shown beside its number, to compare with."""
 
     @property
     def sign(self) -> int:
@@ -61,18 +61,18 @@ class Objective:
 
     name: ClassVar[str]
     label: ClassVar[LabelKind]
-    """What a label must be."""
+    """The kind of label that it needs."""
     retrieves: ClassVar[bool] = False
     """Whether outputs are vectors of a user and an item, [B, 2 M], and a row is judged by the place of its item among
     all (`hotrow.run.items`), which metrics then get as its output."""
     stretch: ClassVar[int] = SERIAL
-    """Samples whose losses are one operation, so that the number of threads changes no bit (`ops.each_alone`)."""
+    """Samples whose losses are one operation, so that results do not depend on threads (`ops.each_alone`)."""
     loss_options: ClassVar[tuple[str, ...]] = ()
     """The options of `train` that its class takes as arguments; they change the loss alone, no metric."""
     figures: ClassVar[tuple[str, ...]]
     """Names of the numbers that `compute` returns. `num_rows` is one of them."""
     optional: ClassVar[tuple[str, ...]]
-    """Those among `figures` that some rows leave undefined; they are then NaN."""
+    """The `figures` that are undefined, and NaN, for some rows."""
     measures: ClassVar[Mapping[str, Measure]]
     """The figures that people are shown, most important first."""
     summary: ClassVar[tuple[str, ...]]
@@ -80,7 +80,7 @@ class Objective:
     loss_figure: ClassVar[str]
     """The figure that is the mean of the loss over rows: training lowers it."""
     loss_title: ClassVar[str]
-    """The same for people."""
+    """Its title for people."""
     monitors: ClassVar[tuple[str, ...]]
     """The measures that may decide which weights are best; the first is the default."""
     score: ClassVar[str]
@@ -116,7 +116,7 @@ class Objective:
         """Returns `figures` of N >= 1 rows, and `undefined`: why some are NaN, or None.
 
         outputs_N: finite. label_N: bool for binary labels, else float32. weight_N: at least one is above 0; if None,
-        each is 1. A row of weight k counts as k rows, but for `num_rows`.
+        each is 1. A row of weight k counts as k rows, except in `num_rows`.
         """
         raise NotImplementedError
 
@@ -204,7 +204,7 @@ class Objective:
 
 
 class Metrics:
-    """The outputs and labels of all rows that are judged together; metrics are computed from them at the end.
+    """The outputs and labels of all rows that are judged together, from which metrics are computed at the end.
 
     Nothing is averaged over batches, because the mean of the batches' AUCs is not the AUC. So the batch size has no
     influence, and the order of rows changes only the last bits of sums. Ranks exchange outputs and labels, and each
@@ -288,7 +288,7 @@ class Metrics:
         return self._objective.influences(*self.rows())
 
     def parts(self, firsts: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yields the `figures` of parts of the rows, in the order in which rows were added; {} of a part without rows,
+        """Yields the `figures` of parts of the rows, in the order in which rows were added; {} for a part without rows,
         or whose weights are all 0. firsts: the first row of each part."""
         outputs, labels, weights = self.rows()
         groups = np.concatenate(self._groups) if self._groups else None
@@ -329,7 +329,7 @@ def shares(weight_N: NDArray[np.float32] | None, num_rows: int) -> NDArray[np.fl
 
 
 def compared(objective: Objective, first: Metrics, second: Metrics) -> dict[str, Any]:
-    """Returns, by metric that both have for the same rows, its two values, and what `judged` says of them."""
+    """Returns, by metric that both have for the same rows, its two values and the result of `judged`."""
     figures, moved = [own.figures() for own in (first, second)], [own.influences() for own in (first, second)]
     found = {}
     for name in objective.measures:

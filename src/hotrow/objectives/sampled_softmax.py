@@ -7,7 +7,7 @@ have item j, and c_j how many of the n samples have it:
     loss_i = log(c_i e^z_ii + sum of e^z_ij over these j) - z_ii - log c_i     if the label is 1, else 0
 
 An item that comes often is often a negative; without log q (Yi et al., 2019) the model would learn it as less likely
-than it is. Samples with the item of sample i are no negatives of it: they count as it does. So the loss is least if
+than it is. Samples with the item of sample i are not its negatives: they count as it does. So the loss is least if
 <u, v> is the logarithm of P(item | user) plus a number for each user, whatever n is. Leaving them out without counting
 them would move that.
 """

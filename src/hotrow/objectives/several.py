@@ -22,8 +22,8 @@ def for_labels(objective: Objective, names: Sequence[str]) -> Objective:
 class SeveralLabels(Objective):
     """An objective for each of L labels: outputs [B, L], in the order of the labels.
 
-    The loss is the mean of the labels' losses. Figures of the first label keep their names; those of another one have
-    its name before them, as in `conversion.auc`. `loss` is the mean over the labels of the base's `loss_figure`.
+    The loss is the mean of the labels' losses. Figures of the first label keep their names; figures of another have its
+    name before them, as in `conversion.auc`. `loss` is the mean over the labels of the base's `loss_figure`.
     """
 
     def __init__(self, base: Objective, names: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class SeveralLabels(Objective):
         }
 
     def losses(self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any]) -> NDArray[np.float64]:
-        """The mean over the labels of the base's, [N]."""
+        """The mean over the labels of the base's losses, [N]."""
         columns = zip(outputs_NL.T, label_NL.T, strict=True)
         found: NDArray[np.float64] = np.mean([self.base.losses(*each) for each in columns], axis=0)
         return found
@@ -95,7 +95,7 @@ class SeveralLabels(Objective):
     def influences(
         self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:
-        """Returns the base's for each label."""
+        """Returns the base's influences for each label."""
         columns = zip(self.prefixes, outputs_NL.T, label_NL.T, strict=True)
         found = ((prefix, self.base.influences(output_N, label_N, weight_N)) for prefix, output_N, label_N in columns)
         return {prefix + name: moved for prefix, each in found for name, moved in each.items()}
@@ -109,7 +109,7 @@ class SeveralLabels(Objective):
         return {code: "; ".join(texts) for code, texts in told.items()}
 
     def verdict(self, figures: Mapping[str, float | None]) -> str:
-        """Returns what the base says of each label."""
+        """Returns the base's verdict on each label."""
         own = self._own({"undefined": None, **figures})
         return "; ".join(f"for {name} {self.base.verdict(each)}" for name, each in own.items())
 

@@ -16,7 +16,7 @@ from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, 
 
 
 class SquaredError(Objective):
-    """One label, any finite number. The output is the prediction of it, and the score.
+    """One label, any finite number. The output is its prediction, and the score.
 
     With s the output and y the label of each of n rows, sums in float64, and means weighted if rows have weights:
         rmse, mse     the root of mean((s - y)^2), and that mean
@@ -84,7 +84,7 @@ class SquaredError(Objective):
     def influences(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:
-        """Returns those of `rmse`, `mae` and `r2`."""
+        """Returns the influences on `rmse`, `mae` and `r2`."""
         labels, share_N = label_N.astype(np.float64), shares(weight_N, len(label_N))
         mean = functools.partial(np.average, weights=share_N)
         error_N, spread_N = outputs_N - labels, (labels - mean(labels)) ** 2

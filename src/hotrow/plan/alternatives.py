@@ -35,16 +35,16 @@ LEAVING_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What trying a setup in several processes showed."""
+    """The results of trying a setup in several processes."""
 
     changes: list[str]
     """Overrides of the config, such as "train.threads=2"; empty for the config as it is."""
     refused: str | None = None
-    """Why this machine cannot train so; nothing else is known then."""
+    """Why this machine cannot train the setup; nothing else is known then."""
     samples_per_s: float | None = None
     """The speed of the middle round."""
     spread: tuple[float, float] | None = None
-    """The least and the most of the rounds."""
+    """The lowest and highest speed of the rounds."""
     step_ms: dict[str, float] | None = None
     """Milliseconds by phase in the same round."""
     io: dict[str, float] | None = None
@@ -77,7 +77,7 @@ def decided(config: Path, overrides: Sequence[str] = (), comm: Communicator | No
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one process found of a setup."""
+    """The results of one process that tried a setup."""
 
     decision: Decision
     trial: Trial
@@ -93,7 +93,7 @@ def try_alternatives(
     rounds: int = ROUNDS,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Found, list[Alternative]]:
-    """Tries `config` and each of `changes`; returns what was found of itself, and what each came to, itself first.
+    """Tries `config` and each of `changes`; returns what was found of `config`, and the result of each, `config` first.
 
     tell: is called with what is tried next. Raises ValueError if `config` itself is refused.
     """

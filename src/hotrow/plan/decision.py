@@ -12,7 +12,7 @@ from hotrow.tables import TableConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """Where the rows of a table lie; of several ranks, those of the first."""
+    """Where the rows of a table lie; with several ranks, on the first."""
 
     name: str
     rows: int
@@ -29,9 +29,9 @@ class Decision:
     """What was decided before the first step."""
 
     needed_bytes: int
-    """All tables and their optimizer state; of several ranks, what the first one holds."""
+    """All tables and their optimizer state; with several ranks, what the first one holds."""
     dram_bytes: int
-    """What of DRAM is for them."""
+    """The part of DRAM for them."""
     disk: str | None
     """Where the rest lies; None if all rows lie in DRAM."""
     device: str

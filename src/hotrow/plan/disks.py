@@ -1,4 +1,4 @@
-"""What memory and disks give, measured within seconds for `hotrow doctor`.
+"""The speed of memory and disks, measured within seconds for `hotrow doctor`.
 
 A disk is measured by the engine that keeps rows of tables there in training, past the page cache, in a file that is
 removed afterwards. Nothing decides by these figures; they say whether a disk is as fast as its data sheet.
@@ -28,7 +28,7 @@ from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refuse
 ROUNDS, ROUND_S = 5, 0.1
 """A figure is the median of so many rounds of about so many seconds."""
 MEMORY_BYTES = 512 << 20
-"""Memory that rows are read from, if so much is free: many times the caches."""
+"""Memory that rows are read from, if that much is free: many times the caches."""
 FILE_BYTES = 256 << 20
 ROW_BYTES = 128
 DEPTHS = (1, 32)
@@ -157,7 +157,7 @@ class _File:
 
 
 def measured(folders: Sequence[Path]) -> dict[str, Any]:
-    """The figures of memory and of the disk of each folder; none, and quickly, if no folder is named."""
+    """The figures of memory and of each folder's disk; none, without measuring, if no folder is named."""
     if not folders:
         return {}
     if (reason := ops.backend().reason) is not None:

@@ -80,7 +80,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What trying a setup showed."""
+    """The results of trying a setup."""
 
     steps: list[Steps]
     samples_per_s: float
@@ -312,7 +312,7 @@ class _Trying(LoopPart):
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held. What its parent held is not counted, as it is in `ru_maxrss`."""
+    """The most memory that this process has held. Unlike `ru_maxrss`, this leaves out what its parent held."""
     with suppress(OSError, AttributeError):
         found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         return 1024 * int(cast(re.Match[str], found)[1])

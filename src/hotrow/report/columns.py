@@ -10,7 +10,7 @@ from hotrow.data.sources.schema import Schema, parse_schema
 
 
 class Column(NamedTuple):
-    """What is made of a column of the files."""
+    """The inputs that are made of a column of the files."""
 
     dense: list[int]
     """Places among the dense inputs, its statistics included."""
@@ -42,7 +42,7 @@ def columns_of(info: DatasetInfo) -> dict[str, Column]:
 
 
 def schema_of(info: DatasetInfo) -> Schema | None:
-    """Returns the schema that a dataset was prepared by; None if it does not say a readable one."""
+    """Returns the schema that a dataset was prepared by; None if it does not have a readable one."""
     stored: Any = info.ids.get("schema")
     try:
         return parse_schema(stored, where="schema") if isinstance(stored, dict) else None

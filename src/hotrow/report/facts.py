@@ -25,7 +25,7 @@ from hotrow.objectives.several import for_labels
 MAX_POINTS = 240
 """Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
 LARGEST = 1e100
-"""Numbers beyond this are no figures of a run, and arithmetic on them overflows."""
+"""Numbers beyond this are not figures of a run, and arithmetic on them overflows."""
 
 Line = Mapping[str, Any]
 Point = tuple[float, float]
@@ -48,7 +48,7 @@ class RunFacts:
     options: Mapping[str, str] = field(default_factory=dict)
     """config.yaml, by dotted name; empty before the first step."""
     info: DatasetInfo | None = None
-    """dataset.json of what it trains on; None before it is known."""
+    """dataset.json of the data it trains on; None before that is known."""
     selection: Mapping[str, Any] | None = None
     """run.json of the run that found how many steps to train, if there was one."""
 
@@ -119,7 +119,7 @@ class Thinned(NamedTuple):
 
 
 def thin(curve: Sequence[Point]) -> Thinned:
-    """Returns the curve with at most MAX_POINTS points: buckets of as many points each, at their mean x and mean y."""
+    """Returns the curve with at most MAX_POINTS points: buckets of equally many points, at their mean x and mean y."""
     if len(curve) <= MAX_POINTS:
         return Thinned(curve, (), 1)
     size = math.ceil(len(curve) / MAX_POINTS)

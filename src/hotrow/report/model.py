@@ -145,7 +145,7 @@ def gain_text(run: RunFacts) -> str:
 
 
 def calibration_chart(run: RunFacts) -> Chart:
-    """Whether the means of scores are those of the labels."""
+    """The chart of mean scores beside mean labels."""
     scores = mapping_in(run.record, "scores")
     tenths = scores.get("tenths", [])
     curves = {f"mean {what}": [(k, tenth[what]) for k, tenth in enumerate(tenths, 1)] for what in ("label", "score")}
@@ -165,7 +165,7 @@ def calibration_chart(run: RunFacts) -> Chart:
 
 
 def kept_text(run: RunFacts) -> str:
-    """Returns the step whose weights were kept, and what validation did after it."""
+    """Returns the step whose weights were kept, and how validation went after it."""
     chosen, steps = run.record.get("chosen_step"), steps_of(run)
     name, measure = _monitored(run)
     curve = points(run.lines, "eval", name, split="val")

@@ -50,7 +50,7 @@ def report_page(run: RunFacts) -> str:
 
 
 def view(run: RunFacts) -> dict[str, Any]:
-    """Returns what the template shows of a run: the model first, then speed and memory."""
+    """Returns what the template shows: the model first, then speed and memory."""
     ended, good, time = sentences(run)
     return {
         "name": run.name,
@@ -154,7 +154,7 @@ def how_selected(run: RunFacts) -> list[str]:
 
 
 def choice_grid(record: Mapping[str, Any]) -> Grid:
-    """Returns the candidates of `fit`, and how far their loss is above that of the chosen one."""
+    """Returns the candidates of `fit`, and how far their loss is above the chosen one's."""
     choice, rows = mapping_in(record, "choice"), list[list[Cell | str]]()
     for name, tried in mapping_in(choice, "candidates").items():
         chosen = " (chosen)" if name == choice.get("chosen") else ""
@@ -181,7 +181,7 @@ def last_line(run: RunFacts) -> Mapping[str, Any]:
 
 
 def step_ms_of(run: RunFacts) -> dict[str, float]:
-    """Returns milliseconds of a step by phase; of a run without a record of them, those of its last line."""
+    """Returns milliseconds of a step by phase; for a run without a record of them, from its last line."""
     return phases_of(run.record) or phases_of(last_line(run))
 
 
@@ -316,7 +316,7 @@ def num_bytes(value: float | None) -> Cell:
 
 
 def tier_grid(record: Mapping[str, Any]) -> Grid | None:
-    """Returns what each tier did."""
+    """Returns the figures of each tier."""
     memory, hbm = mapping_in(record, "memory"), mapping_in(record, "memory", "hbm")
     tiers = {**mapping_in(memory, "tiers"), **({"hbm": hbm} if hbm else {})}
     rows: list[list[Cell | str]] = []
@@ -377,7 +377,7 @@ def warning_grid(record: Mapping[str, Any]) -> Grid:
 
 
 def rival_grid(record: Mapping[str, Any]) -> Grid:
-    """What others gave on the rows that judged the run."""
+    """The results of rivals on the rows that judged the run."""
     rows: list[list[Cell | str]] = []
     for name in (rivals := mapping_in(record, "rivals", "rivals")):
         loss = mapping_in(rivals, name, "logloss")
@@ -395,7 +395,7 @@ def rival_text(record: Mapping[str, Any]) -> str:
 
 
 def environment(run: RunFacts) -> list[tuple[str, str]]:
-    """Returns where and on what it ran."""
+    """Returns the facts of the machine and versions that it ran on."""
     record = run.record
     told: dict[str, Any] = {"started": record["started"], "command": " ".join(map(str, record["command"]))}
     for group in ("versions", "host", "backend", "dataset", "rows", "seeds"):

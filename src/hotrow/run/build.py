@@ -77,7 +77,7 @@ class Parts:
     clip_norm: float | None = None
     """The largest norm of a step's gradients; if None, there is no limit."""
     items: Items | None = None
-    """What the model finds, if it finds items."""
+    """The items that the model finds, if it finds items."""
     graph: DenseGraph | None = None
     """Replays what the model computes in a step; if None, Python launches it."""
 
@@ -85,7 +85,7 @@ class Parts:
         self.exchange = self.exchange or DenseExchange(self.ranks)
 
     def labelled(self, batch: Batch) -> Batch:
-        """Returns the batch with all that the loss needs of a sample, besides its output, as its labels."""
+        """Returns the batch with labels that hold all that the loss needs besides the output."""
         return batch if self.items is None else replace(batch, label=self.items.labels(batch))
 
     def with_state(self) -> dict[str, Part]:
@@ -111,8 +111,8 @@ def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[Embed
 
 
 def build(setup: Setup, comm: Communicator | None = None, *, stop: Callable[[], int | None] = lambda: None) -> Parts:
-    """What a step works on, before the first step. comm: as for `build_network`. stop: returns the signal that asks
-    this process to stop, of which the ranks tell each other at every step."""
+    """The parts that a step works on, before the first step. comm: as for `build_network`. stop: returns the signal
+    that asks this process to stop, which the ranks tell each other at every step."""
     comm = comm or Communicator(setup.ranks)
     embedding, model = build_network(setup, comm)
     named: dict[str, Any] = {**embedding.switches, "dense": model, "tables": embedding}

@@ -84,11 +84,11 @@ T = TypeVar("T")
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
     """Writes `parts` and the JSON-ready `extra` as the folder `path`, which appears when it is complete and on disk.
 
-    parts: by name, which becomes a file name. Of tables in tiers, only the rows are written that changed since the last
-    checkpoint, saved or loaded, if that one held all tables and their optimizer under the same names and is still in
+    parts: by name, which becomes a file name. For tables in tiers, only rows that changed since the last checkpoint,
+    saved or loaded, are written, if that one held all tables and their optimizer under the same names and is still in
     its folder; otherwise all rows that were ever written to. Tables in DRAM are written whole. If ranks share the
-    tables, all of them call this with the same `path`, a folder that they all see; `extra` and what no rank shares are
-    those of the first.
+    tables, all of them call this with the same `path`, a folder that they all see; `extra` and what ranks do not share
+    come from the first.
     Raises ValueError if `path` exists (checkpoints are never overwritten), if the disk has too little room, saying how
     much is missing, or if another rank failed, naming it; OSError as the disk gives it.
     """

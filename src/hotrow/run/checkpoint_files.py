@@ -33,7 +33,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 24
 NO_MAPPING = (errno.ENODEV, errno.EINVAL)
-"""What file systems say that cannot map files: most the first, 9p the second."""
+"""Errors of file systems that cannot map files: most give the first, 9p the second."""
 NOT_MAPPABLE = "its file system cannot map files into memory (mmap)"
 CURE = "remove its step folder and resume from an earlier checkpoint"
 _DTYPES = {
@@ -50,21 +50,21 @@ _DTYPES = {
 
 
 class Pieces(Protocol):
-    """What becomes a tensor of a file piece by piece: an array of a table, or some of its rows."""
+    """The source of a file's tensor, read piece by piece: an array of a table, or some of its rows."""
 
     shape: torch.Size
     """The shape of the whole tensor."""
     dtype: torch.dtype
 
     def pieces(self) -> Iterable[Any]:
-        """Yields what `read` takes, so that the results are the tensor, first rows first."""
+        """Yields the arguments of `read` whose results are the tensor, first rows first."""
 
     def read(self, piece: Any, /) -> Tensor:
         """Returns the rows of a piece."""
 
 
 Stored: TypeAlias = Tensor | Pieces
-"""What becomes a tensor of a file."""
+"""The source of a file's tensor."""
 
 
 def num_bytes(tensor: Stored) -> int:
@@ -104,7 +104,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], *, alignment: int =
 def head_of(ordered: Iterable[tuple[str, Stored]], alignment: int = 8) -> tuple[bytes, int]:
     """Returns the beginning of a file, up to the first tensor, and the bytes of all tensors.
 
-    alignment: the first tensor begins at a multiple of so many bytes.
+    alignment: the first tensor begins at a multiple of this many bytes.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -173,7 +173,7 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
 
 
 def held_rows(array: Rows, rows: RowIds) -> RowIds:
-    """Returns those of `rows` that this process holds."""
+    """Returns the part of `rows` that this process holds."""
     places = array.held(rows)
     if places is None:
         return rows
@@ -181,9 +181,9 @@ def held_rows(array: Rows, rows: RowIds) -> RowIds:
 
 
 def write_held(array: Rows, rows: RowIds, stored: Any, start: int) -> None:
-    """Writes those of `rows` that this process holds, from a file's tensor in which `rows` begin at `start`.
+    """Writes the part of `rows` that this process holds, from a file's tensor in which `rows` begin at `start`.
 
-    Nothing is read before the first of them and behind the last.
+    Nothing before its first row or behind its last is read.
     """
     places = array.held(rows)
     if places is None:
@@ -261,7 +261,7 @@ class ChainRecord:
     num_rows: Count
     """Rows of the table."""
     initial: InitialRows | None
-    """What rows in no file are; None if the one file has all rows in their order, without their ids."""
+    """The values of rows in no file; None if the one file has all rows in their order, without their ids."""
     links: tuple[Count, ...]
     """The number of rows in each file."""
 
@@ -310,7 +310,7 @@ class Manifest:
     written_bytes: Count
     """Bytes of the files that are not hard links to those of an earlier checkpoint."""
     extra: dict[str, JsonValue]
-    """What the caller added."""
+    """Fields that the caller added."""
 
     def __post_init__(self) -> None:
         for name in self.parts:

@@ -13,9 +13,9 @@ begins before the files together hold more than twice the rows that were ever wr
 space of two tables at most, and all saves together write at most twice the rows that changed. A new chain also begins
 after MAX_LINKS files.
 
-If several ranks share the tables, a save adds a file for each rank that has rows to write: those of which it is the
-home. Any number of ranks can read them, because a file names its rows. If ranks share the columns of a table, one of
-them writes whole rows, which the others send it.
+If several ranks share the tables, a save adds a file for each rank that is the home of rows to write. Any number of
+ranks can read them, because a file names its rows. If ranks share the columns of a table, one of them writes whole
+rows, which the others send it.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class NumRows(NamedTuple):
     """How many rows of a table a rank has to write."""
 
     changed: int
-    """Since the previous checkpoint."""
+    """Rows changed since the previous checkpoint."""
     ever: int
-    """If a new chain begins."""
+    """Rows to write if a new chain begins."""
     added: int = 0
-    """The changed rows of which the chain says what is wrong, as `_added` has them."""
+    """The changed rows that the chain has wrong, as `_added` has them."""
 
     @classmethod
     def of(cls, changes: Changes, table: str, chain: Chain | None, num_rows: int) -> NumRows:
@@ -109,7 +109,7 @@ class ChangedRows:
 
 
 class InStep:
-    """What an array holds, read once, piece by piece."""
+    """The content of an array, read once, piece by piece."""
 
     def __init__(self, array: Pieces) -> None:
         self.shape, self.dtype = array.shape, array.dtype
@@ -152,8 +152,8 @@ def next_chain(
 ) -> NextChain:
     """Returns the chain of a table's arrays, by name, after the checkpoint `before`.
 
-    changes: if None, the file has all rows. to_write: of each rank that shares the table; rank: the number of this one.
-    If the table has a `Changes.writer`, this is collective, and the new file is that of the writer.
+    changes: if None, the file has all rows. to_write: by rank that shares the table; rank: the number of this one. If
+    the table has a `Changes.writer`, this is collective, and the new file is that of the writer.
     """
     num_rows = next(iter(arrays.values())).shape[0]
     if changes is None:
@@ -316,8 +316,8 @@ def check_chain(
 ) -> None:
     """Raises ValueError, naming the file, unless the row ids in each link of the chain rise within the table.
 
-    Whoever reads a chain calls this first: what follows may then index the table by these ids. arrays: dtype and shape
-    of a row of what a link holds beside the ids; if None, that is not known.
+    Whoever reads a chain calls this first: what follows may then index the table by these ids. arrays: dtype and row
+    shape of each array that a link holds beside the ids; None if not known.
     """
     ids = [] if chain.record.initial is None else [ROWS]
     for name, num_rows in zip(chain.files, chain.record.links, strict=True):

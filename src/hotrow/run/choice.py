@@ -46,20 +46,20 @@ from hotrow.run.several import Job
 from hotrow.setup.setup import SELECTION, check_labels
 
 MOST_ROWS = 500_000
-"""Of a longer log, candidates train on a sample of about so many rows."""
+"""If a log is longer, candidates train on a sample of about this many rows."""
 MEMBERS = 2
 """Models of a candidate, whose mean is scored: a single one may be the best by luck."""
 LENGTHS = {"": 1 / 3, "-full": 1.0, "-long": 1.6}
 """Epochs, as a share of the recipe's, by what the name of a run ends in. The learning rate falls to zero in each."""
 FEW_ROWS = 100
-"""Fewer rows to train on make no model."""
+"""Fewer training rows make no useful model."""
 WHOLE = "whole"
 """The run on all rows, if candidates had a sample."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asked `fit` for besides rows."""
+    """The user's arguments of `fit` besides rows."""
 
     recipe: Mapping[str, Any] | None
     """If None, one is chosen for the number of rows."""
@@ -92,7 +92,7 @@ class Asked:
             return prepare(opened, out, options=Options(sample=sample), progress=progress, announce=say, rows=rows)
 
     def config(self, folder: RunFolder, dataset: PackedDataset) -> Config:
-        """The config of a run on a dataset; without a recipe, one is chosen for its number of rows, and said."""
+        """The config of a run on a dataset; without a recipe, one is chosen for its number of rows, and logged."""
         raw = {**(self.recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
         with folder:
             config = make_config(apply_overrides(raw, self.changes), origin="fit")
@@ -131,7 +131,7 @@ def can_refit(opened: OpenedSource, config: Config) -> bool:
 
 def with_validation_rows(selection: Selection, *, quiet: bool) -> tuple[OpenedSource, Asked]:
     """Returns the source with its validation rows among those that train, and the recipe that was found: that of the
-    run, up to its last good step, with all steps stretched by the rows that came to it."""
+    run, up to its last good step, with all steps stretched in proportion to the added rows."""
     opened, own = selection.opened, selection.run
     train_share, validation, test = opened.schema.split.fractions
     rows, recipe = own.record.rows or {}, read_config(own.path / CONFIG)
@@ -163,7 +163,7 @@ def _last_good_step(own: RunFolder) -> int:
 
 
 def selection_line(own: RunFolder, changes: Mapping[str, Any]) -> str:
-    """Returns what a selection found, and what comes of it, in words."""
+    """Returns in words what a selection found, and what follows."""
     record = own.record
     found = record.trained_for.line((record.metrics or {})["val"])
     best, last = f"{record.chosen_step:,} of {num_of(record.steps or 0, 'step')}", _last_good_step(own)
@@ -246,7 +246,7 @@ def plainest(tried: Sequence[_Tried]) -> _Tried:
 class Selection:
     """Runs that find by validation rows how many steps to train, and with `choice` which features and how many epochs.
 
-    What an earlier call has finished is found again; what it has not is made again.
+    Runs that an earlier call finished are used again; others are made again.
     """
 
     def __init__(self, folder: RunFolder, opened: OpenedSource, asked: Asked, config: Config, *, choice: bool) -> None:
@@ -266,7 +266,7 @@ class Selection:
         """Whether it was said what was found of the rows, which is the same for all candidates."""
 
     def runs(self) -> Generator[list[Job], None, None]:
-        """Yields what is to be trained before more is asked for. Raises Interrupted if a candidate was."""
+        """Yields the jobs to train before more are asked for. Raises Interrupted if a candidate was interrupted."""
         path = self._folder.path / SELECTION
         if not self._chooses:
             self._folder.update(choice=None)

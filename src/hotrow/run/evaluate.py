@@ -1,4 +1,4 @@
-"""Scores of a split: every rank scores some batches, and all return the metrics that one process returns."""
+"""Scores of a split: each rank scores some batches, and all return the metrics that one process would return."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def evaluate(
 
     num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; if None, all. dense: where the model
     computes; if None, on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
-    one process returns. metrics: empty; holds the outputs, labels and weights afterwards, for who needs
-    them. items: what is found, if the model finds items; outputs in `metrics` are then the places of the rows' items.
+    one process returns. metrics: empty; holds the outputs, labels and weights afterwards, for callers that need them.
+    items: those to find, if the model finds items; outputs in `metrics` are then the places of the rows' items.
     """
     dense, comm = dense or DenseDevice(), comm or Communicator()
     metrics = objective.metrics() if metrics is None else metrics

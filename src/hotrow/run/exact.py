@@ -41,8 +41,8 @@ class FirstPart:
             self._given = _placed(given, 0)
 
     def differing(self, dense: DenseDevice) -> list[str]:
-        """Returns what has other bits if the same micro-batch lies 4 bytes further, or if there is one more thread:
-        "the logits", or gradients by the name of their parameter or of the rows' feature.
+        """Returns what differs in its bits if the same micro-batch lies 4 bytes further, or if there is one more
+        thread: "the logits", or gradients by the name of their parameter or of the rows' feature.
 
         Changes no weight, buffer, gradient or random state.
         """

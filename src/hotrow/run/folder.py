@@ -49,7 +49,7 @@ from hotrow.setup.setup import SELECTION
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
 _FILES = (RUN, CONFIG, METRICS, LOG, REPORT, LOCK)
 ROWS = "rows"
-"""Rows as they were read, while a run and those that choose for it are prepared."""
+"""Rows as they were read, while a run and its candidates are prepared."""
 _FOLDERS = ("checkpoints", "encoder", "data", "memory", "tensorboard", ROWS, SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""
@@ -263,7 +263,7 @@ class RunFolder:
         return {}
 
     def facts(self) -> RunFacts:
-        """Returns what a report shows of this run. Lines of metrics.jsonl that are damaged are counted and left out."""
+        """Returns the facts that a report shows. Lines of metrics.jsonl that are damaged are counted and left out."""
         lines, left_out = read_lines(self.path / METRICS)
         record, info, selection = asdict(self.record), None, None
         with suppress(OSError, ValueError):  # before the run has its vocabularies
@@ -284,7 +284,7 @@ class RunFolder:
         )
 
     def report(self) -> None:
-        """Writes report.html. A page is never worth a run: if it cannot be written, that is a counted warning."""
+        """Writes report.html. If it cannot be written, that is only a counted warning."""
         try:
             write_report(self.path / REPORT, self.facts())
         except Exception as error:  # a full disk, or a bug

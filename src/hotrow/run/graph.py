@@ -26,9 +26,9 @@ from hotrow.run.meters import LoopPart, Told, warning
 from hotrow.setup.device import DenseDevice
 
 Outputs: TypeAlias = tuple[Tensor, list[Any]]
-"""A loss, and gradients, of which those of unused weights are None."""
+"""A loss, and gradients, which are None for unused weights."""
 Capture: TypeAlias = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
-"""Given what computes them in memory that stays: where they lie, and what computes them there again."""
+"""From a function that computes them in memory that stays: where they lie, and a function that repeats it there."""
 
 
 def on_cuda(work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
@@ -60,7 +60,7 @@ class DenseGraph(LoopPart):
 
     @classmethod
     def of(cls, model: Network, dense: DenseDevice) -> DenseGraph | None:
-        """Returns a graph to be, if the model computes on a GPU, from pooled rows, and drops nothing; else None."""
+        """Returns a graph to capture, if the model computes on a GPU, from pooled rows, without dropout; else None."""
         draws = any(isinstance(module, Dropout) and module.share for module in model.modules())
         return None if dense.device.type != "cuda" or model.lookup != "pooled" or draws else cls(model, dense.device)
 

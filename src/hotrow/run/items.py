@@ -1,8 +1,8 @@
-"""The items that a model finds: which there are, how often training has each, and the place of a row's own among all.
+"""The items that a model finds: which there are, how often training has each, and the rank of a row's item among all.
 
 An item is an id of the model's first item feature that a training row has; its other features are those of the last
-such row. Row 0 of a table stands for many rare ids, so it is no item. The places are exact: each user's vector is
-multiplied with that of every item, a piece at a time.
+such row. Row 0 of a table stands for many rare ids, so it is not an item. The places are exact: each user's vector is
+multiplied with every item's, a piece at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Items:
     ids: Tensor
     """Their ids by item, int64 [N, F]."""
     number_of: Tensor
-    """By row of the table of ids, the number of its item, int32; -1 if it is none."""
+    """By row of the table of ids, the number of its item, int32; -1 if it has none."""
     log_share: Tensor
     """By row of that table, the logarithm of the share of training rows that have it, float32."""
     num_dense: int
@@ -71,7 +71,7 @@ class Items:
         return cls(tuple(names), ids, torch.from_numpy(number_of), torch.from_numpy(log_share), len(info.dense))
 
     def labels(self, batch: Batch) -> Tensor:
-        """Returns what a loss over items needs of each sample: label, id of the item, log share; float64 [B, 3]."""
+        """Returns what a loss over items needs for each sample: label, id of the item, log share; float64 [B, 3]."""
         id_B = batch.sparse.bags(self.names[0])[0].long()
         return torch.stack([batch.labels[:, 0].double(), id_B.double(), self.log_share[id_B].double()], dim=1)
 
@@ -79,7 +79,7 @@ class Items:
         """Returns a function of outputs [B, 2 M] and their batch to the places of the samples' items, float32 [B].
 
         A place is the number of items with a higher score for the sample's user, plus half of the others with an equal
-        one. It is NO_ITEM for ids that are no item, 0 for samples without label 1, and NaN for a score that is not
+        one. It is NO_ITEM for ids that are not items, 0 for samples without label 1, and NaN for a score that is not
         finite. Makes the vectors of all items now, 4 M bytes each; every rank has to call it.
         """
         pieces = torch.split(self.ids, EVAL_BATCH_SIZE)

@@ -37,7 +37,7 @@ class Session:
     before: State = field(default_factory=State)
 
     def resume_at(self, state: State) -> None:
-        """Makes `state` where the session begins."""
+        """Begins the session at `state`."""
         self.state, self.before = state, replace(state, seconds=dict(state.seconds))
 
     @property
@@ -69,14 +69,14 @@ def warning(text: str, code: str, times: int | None = None) -> Iterable[Notice]:
 
 
 class LoopPart(Protocol):
-    """What counts or acts between the steps of a run, at these moments; by default each method does nothing."""
+    """A part that counts or acts between the steps of a run, at these moments; by default each method does nothing."""
 
     def after_step(self, batch: Batch, loss: float | None) -> Told:
         """Counts or acts after a step on `batch`; returns what the user should know. loss: None if it was skipped."""
         return None
 
     def after_eval(self, *, is_best: bool) -> None:
-        """Acts after an evaluation. is_best: of all so far."""
+        """Acts after an evaluation. is_best: the best so far."""
         return
 
     def at_end(self) -> None:
@@ -100,7 +100,7 @@ class LoopPart(Protocol):
         return ""
 
     def close(self) -> Iterable[Notice]:
-        """Ends the session, before the tables' files are removed; returns what only now is known."""
+        """Ends the session, before the tables' files are removed; returns what is known only now."""
         return ()
 
 
@@ -158,7 +158,7 @@ MOST_SWAPS = 0.05
 
 
 class HotMeter(LoopPart):
-    """What a schedule of hot rows came to.
+    """Figures of a schedule of hot rows.
 
     measurements: returns the lines of metrics.jsonl, which has the swaps of all sessions. loss_figure: the name of the
     loss in them.
@@ -284,7 +284,7 @@ class CountsApart(LoopPart):
 
 
 class TierMeter(CountsApart):
-    """What the tiers of a collection did since it was made, with training apart from evaluations and checkpoints."""
+    """Counts of the tiers of a collection since it was made, with training apart from evaluations and checkpoints."""
 
     def __init__(self, tiers: Tiers, session: Session) -> None:
         super().__init__(tiers.counters)
@@ -372,7 +372,7 @@ class TierMeter(CountsApart):
 
 
 class DeviceMeter(CountsApart):
-    """What slots on a device did since they were made, with training apart from evaluations and checkpoints."""
+    """Counts of slots on a device since they were made, with training apart from evaluations and checkpoints."""
 
     def __init__(self, rows: Device) -> None:
         super().__init__(rows.counters)
@@ -412,7 +412,7 @@ def _ios(counts: Counter[str]) -> int:
 
 
 def hits(counts: Counter[str]) -> dict[str, Any]:
-    """Returns what was asked of DRAM, and what was there."""
+    """Returns the lookups and rows of DRAM, and how many were hits."""
     lookups, in_dram = counts["lookups"], counts["pinned_lookups"] + counts["hit_lookups"]
     rows, resident = counts["rows"], counts["hit_rows"]
     return {
@@ -428,7 +428,7 @@ def hits(counts: Counter[str]) -> dict[str, Any]:
 
 
 def io(counts: Counter[str]) -> dict[str, Any]:
-    """Returns what was asked of a drive, and what that took."""
+    """Returns the reads and writes of a drive, and the time they took."""
     names = ("read_rows", "reads", "read_bytes", "written_rows", "writes", "written_bytes")
     return {
         **{name: counts[name] for name in (*names, "served_from_queue", "read_modify_writes")},
@@ -447,7 +447,7 @@ def ratio(part: float, whole: float, *, digits: int = 6) -> float | None:
 
 
 def merged(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of all `records`; those of mappings under one name together."""
+    """Returns the fields of all `records`; mappings under one name are joined."""
     fields: dict[str, Any] = {}
     for record in records:
         for name, value in record.items():

@@ -170,7 +170,7 @@ class _LookedUp:
 def total_over_ranks(
     exchange: DenseExchange, embedding: EmbeddingCollection, batch: Batch, optimizer: SparseOptimizer
 ) -> Total:
-    """Returns what adds up the sums of all ranks for their parts of a batch.
+    """Returns the function that adds up the sums of all ranks for their parts of a batch.
 
     optimizer: of the embedding; what its next step needs of other ranks travels with these sums.
     The weights get their gradients in `exchange.finish`, or at once if something is not finite.

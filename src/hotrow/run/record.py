@@ -41,7 +41,7 @@ class Counted(TypedDict):
 
 
 class Tried(TypedDict):
-    """What `plan/trial.py` measured of the setup of a run."""
+    """The measurements of `plan/trial.py` for the setup of a run."""
 
     date: str
     step_ms: dict[str, Amount]
@@ -72,7 +72,7 @@ class Gain:
 
 @record(config=STRICT)
 class Group:
-    """Scored rows, what the model says of them and what they are."""
+    """Scored rows, their mean score and their mean label."""
 
     num_rows: Count
     score: FiniteFloat
@@ -98,12 +98,12 @@ class Scores:
 
 @record(config=STRICT)
 class Rivals:
-    """What others gave on the rows of the run, as `hotrow/rivals.py` finds it."""
+    """Results of rivals on the rows of the run, from `hotrow/rivals.py`."""
 
     lines: list[str]
-    """The same for people, and what to use."""
+    """These results for people, and which model to use."""
     rivals: dict[str, dict[str, Any]]
-    """By name: its AUC, LogLoss and NE, each after that of the run, with the error of the difference; its setting."""
+    """By name: its AUC, LogLoss and NE, each after the run's, with the error of the difference; its setting."""
 
 
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
@@ -136,11 +136,11 @@ class Parent:
     rows_added: dict[str, Count]
     """By table, the rows that the other run did not have."""
     rows_reborn: dict[str, Count] = Field(default_factory=dict)
-    """By table, the rows that stood for ids which have expired, and stand for others now."""
+    """By table, the rows that stood for expired ids, and stand for others now."""
     metrics: dict[str, Any] | None = None
-    """Those of its weights, on this run's training rows before the first step; None if both have the same dataset."""
+    """Metrics of its weights, on this run's training rows before the first step; None if both have the same dataset."""
     parts: list[Part] = Field(default_factory=list)
-    """The same of each hour of these rows (`begins_s`, since 1970), or of each tenth, and the share `unknown`."""
+    """The same for each hour of these rows (`begins_s`, since 1970), or of each tenth, and the share `unknown`."""
 
 
 @record(config=STRICT)
@@ -150,7 +150,7 @@ class Candidate:
     epochs: Count
     loss: FiniteFloat
     worse: FiniteFloat
-    """By how much it is above that of the chosen candidate; `error` is the standard error of that."""
+    """By how much its loss is above the chosen candidate's; `error` is the standard error."""
     error: Amount
     seconds: Amount
 
@@ -160,7 +160,7 @@ _Folder = Annotated[str, Field(pattern="^[a-z]+(-[a-z]+)*$")]
 
 @record(config=STRICT)
 class Choice:
-    """What `fit` chose among: folders in selection/ (run/choice.py). `run` found the steps."""
+    """The candidates of `fit`: folders in selection/ (run/choice.py). `run` found the steps."""
 
     chosen: _Folder
     run: _Folder
@@ -183,7 +183,7 @@ class Launch:
 
 @record(config=STRICT)
 class RunRecord:
-    """What run.json says of a run. The closing lines, `--json` and studies are made of it.
+    """The content of run.json. The closing lines, `--json` and studies are made from it.
 
     A field is None, and absent from the file, until the run has come to it.
     """
@@ -220,7 +220,7 @@ class RunRecord:
     objective: str = DEFAULT
     """What the model is trained for."""
     metrics_by: str | None = None
-    """The feature by whose values the model is judged too."""
+    """The feature whose values make groups that judge the model too."""
     labels: list[str] | None = None
     """Names of the labels, if there are several."""
     monitor: str | None = None
@@ -239,7 +239,7 @@ class RunRecord:
     ranges: dict[str, tuple[FiniteFloat, FiniteFloat]] | None = None
     """The lowest and highest usual number of each number column in training, after its transform."""
     calibration: Calibration | None = None
-    """What follows the network of the weights of its step."""
+    """The calibration of the network with the weights of its step."""
     negatives_kept: Amount | None = None
     """The share of rows with label 0 that the data has; None if it has all."""
     scores: Scores | None = None
@@ -361,7 +361,7 @@ class State:
 
 @record(frozen=True, config=STRICT)
 class Extra:
-    """What a run adds to the manifest of its checkpoints, as `extra`."""
+    """The `extra` that a run adds to the manifest of its checkpoints."""
 
     state: State
     dataset: str

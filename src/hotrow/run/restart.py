@@ -1,8 +1,8 @@
 """Runs that torchrun starts again: `torchrun --max-restarts N` begins all ranks anew, by the same command, if one ends.
 
-The run.json of a run says which launch its first rank belongs to. Begun anew, that rank finds the folder by it
-(`restart_folder`), and the run goes on there from its newest checkpoint. The same command, given by a person once more,
-is another launch and makes a run of its own.
+The run.json of a run says which launch its first rank belongs to. When that rank begins anew, it finds the folder by it
+(`restart_folder`), and the run goes on from its newest checkpoint. The same command, given by a person once more, is
+another launch and makes a run of its own.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 def remove_left_rows(folder: RunFolder) -> list[Path]:
     """Removes rows on disk that killed processes left where the run's config says; returns the folders.
 
-    Also those of other runs, as every process does that lays rows there; never those of a process that lives.
+    Rows of other runs go too, as for every process that lays rows there, but never rows of a living process.
     """
     places = [folder.path / FOLDER]
     if is_taken(path := folder.path / CONFIG):

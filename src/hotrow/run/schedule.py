@@ -37,7 +37,7 @@ class Schedule:
         self.decay_start_step = warmup_steps if decay_start_step is None else decay_start_step
 
     def factor(self, step: int) -> float:
-        """Returns what the initial rate is multiplied by at `step`."""
+        """Returns the factor of the initial rate at `step`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         steps = self.decay_steps

@@ -20,7 +20,7 @@ from torch import Tensor
 from hotrow.objectives.objective import Metrics, Objective
 
 NUM_PARTS = 64
-"""Their standard error is known within 9 %."""
+"""With this many parts a standard error is known within 9 %."""
 NOISE = 0.5
 """Standard errors. On eight files, two seeds each, test LogLoss was 0.5 % above the lowest of all steps, 0.7 % without
 means of neighbours, and 0.8 % with one standard error."""
@@ -39,7 +39,7 @@ def losses_of_parts(metrics: Metrics, objective: Objective) -> list[float]:
 def losses_by_step(lines: Iterable[Mapping[str, Any]]) -> dict[int, NDArray[np.float64]]:
     """Returns the losses of parts by the step of their evaluation, each the mean with those before and after it.
 
-    lines: those of metrics.jsonl.
+    lines: of metrics.jsonl.
     """
     found = {line["step"]: np.array(line["losses"]) for line in lines if "losses" in line}
     own = list(found.values())
@@ -47,8 +47,8 @@ def losses_by_step(lines: Iterable[Mapping[str, Any]]) -> dict[int, NDArray[np.f
 
 
 def difference(losses: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[float, float]:
-    """Returns by how much losses of parts are higher than others of the same parts, and the standard error of that. A
-    single part says nothing of noise: all of its difference may be."""
+    """Returns by how much losses of parts are higher than others of the same parts, and its standard error. A single
+    part says nothing of noise: all of its difference may be."""
     worse = losses - others
     mean = float(worse.mean())
     return mean, float(worse.std(ddof=1)) / math.sqrt(len(worse)) if len(worse) > 1 else abs(mean)

@@ -19,9 +19,9 @@ from hotrow.run.runs import train
 Job: TypeAlias = tuple[RunFolder, Config, bool]
 """A run to train, and whether it says nothing."""
 LOOK_S = 0.02
-"""Between two looks at the processes."""
+"""Seconds between two looks at the processes."""
 FEW_STEPS = 2000
-"""So many steps of a small model are taken before processes that would share them have started."""
+"""A small model takes this many steps before processes that would share them have started."""
 
 
 def trained_beside(jobs: Sequence[Job]) -> Sequence[Job]:

@@ -35,14 +35,14 @@ from hotrow.tables import TableConfig
 
 @dataclass(frozen=True)
 class Start:
-    """Whose weights a run starts from, and what of them."""
+    """The run whose weights a run starts from, and what it takes of them."""
 
     checkpoint: Path
     record: Parent
     is_new_data: bool
     """Whether the run trains on another dataset than the weights were trained on."""
     reborn: Mapping[str, NDArray[Any]]
-    """By table, the rows that stood for ids which have expired, and stand for others now."""
+    """By table, the rows that stood for expired ids, and stand for others now."""
 
     def load(self, parts: Parts) -> None:
         """Gives `parts` the weights, and the states of optimizers that go on. Collective.
@@ -68,8 +68,8 @@ class Start:
             parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
 
     def unknown(self, dataset: PackedDataset, firsts: Sequence[int]) -> list[float | None]:
-        """Returns what share of the lookups of each part of the training rows is of ids that the weights have no row
-        for. firsts: the first row of each part."""
+        """Returns, by part of the training rows, the share of lookups whose id has no row in the weights. firsts: the
+        first row of each part."""
         split, row, new = dataset.split("train"), 0, dict[str, NDArray[np.int64]]()
         for table in dataset.info.tables:
             first = table.num_embeddings - self.record.rows_added[table.name]
@@ -104,7 +104,7 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
     """Returns what the run of `setup` starts from; None if it begins with random weights.
 
     before: what an earlier session of the run found. Raises ValueError, with the cure, if the run that `from_run` names
-    has not finished, has other weights than then, or is of another model or of other ids.
+    has not finished, has changed its weights since, or has another model or other ids.
     """
     config = setup.config
     if config.from_run is None:
@@ -140,8 +140,8 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
 
 
 def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:
-    """Returns what share of the lookups of a day's training rows were of ids that its base has no row for, over all
-    tables and by table; None and {} of a dataset that extends no other."""
+    """Returns which share of the lookups in a day's training rows are of ids without a row in its base, over all tables
+    and by table; None and {} for a dataset that extends no other."""
     tables = mapping_in(info.summary, "ids")
     lost, all_of = ({t: number_in(tables, t, what) or 0.0 for t in tables} for what in ("unknown_to_base", "lookups"))
     shares = {name: lost[name] / all_of[name] for name in tables if all_of[name]}

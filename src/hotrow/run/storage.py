@@ -20,9 +20,9 @@ from hotrow.tables import TableConfig
 
 
 def full_device(config: Config, tables: Sequence[TableConfig], error: torch.OutOfMemoryError) -> tuple[str, str | None]:
-    """Returns what to say if the device ran out of memory in training, and the option to resume with.
+    """Returns the message if the device ran out of memory in training, and the option to resume with.
 
-    The option is None if nothing that a resumed run may change needs less memory.
+    The option is None if no option that a resumed run may change saves memory.
     """
     text = f"the device's memory is full ({str(error).splitlines()[0]})"
     if config.hbm is not None:

@@ -1,8 +1,8 @@
 """Training: one step on one screen, and the loop of a run.
 
-`train_step` takes one step with the parts that build.py builds. `Training` takes step after step; all else between them
-its loop parts do (meters.py, parts.py), each at the moment that the name of a method says. The result of a run depends
-only on its config, its dataset and its seed. Runs start and resume in runs.py.
+`train_step` takes one step with the parts that build.py builds. `Training` takes step after step; its loop parts do all
+else (meters.py, parts.py), each at the moment that the name of a method says. The result of a run depends only on its
+config, its dataset and its seed. Runs start and resume in runs.py.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def clip(parts: Parts) -> None:
 
 
 class Training:
-    """The loop of one run. `loop_parts` act in their order after each step; who makes it adds those of parts.py."""
+    """The loop of one run. `loop_parts` act in their order after each step; its caller adds those of parts.py."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Training:
         self.turns.close()
 
     def batches(self) -> Batches:
-        """The batches from where the run stands to its end. Between phases, hot rows change sides."""
+        """The batches from where the run stands to its end. Between phases, hot rows are swapped."""
         while self.state.ended is None:
             yield from self.phase()
             if swap := self.turns.end(self.parts.objective.loss_figure, self._turn_loss):
@@ -186,7 +186,7 @@ class Training:
                     self.say(f"step {self.state.step}: turns of {rates}")
 
     def phase(self) -> Batches:
-        """The rest of a phase, without a hot schedule of an epoch; rows of the next batches are on their way."""
+        """The rest of a phase, or without a hot schedule of an epoch; rows of the next batches are read ahead."""
         self.clock.lap(None)
         batches, placement = self.turns.batches(self.state.epoch), self.parts.embedding.placement
         depth = self.config.tiers.lookahead if placement.looks_ahead and not self.turns.on_copies else 0

@@ -36,7 +36,7 @@ def _path(setup: Setup) -> Path:
 
 
 def keep_trial(setup: Setup, tried: Tried) -> None:
-    """Keeps what a trial of `setup` measured. Without a place to write it is lost, and no run will speak of it."""
+    """Keeps what a trial of `setup` measured. If there is no place to write, it is lost and no run mentions it."""
     path = _path(setup)
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

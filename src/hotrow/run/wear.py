@@ -96,7 +96,7 @@ class WriteMeter(LoopPart):
 
     @override
     def record(self) -> dict[str, Any]:
-        """Returns how what the session wrote compares with the budget, if there is one."""
+        """Returns the session's writes beside the budget, if there is one."""
         if (budget := self.budget) is None:
             return {}
 

@@ -23,7 +23,7 @@ class WireMeter(LoopPart):
     collective: the ranks tell each other theirs, and the first rank's record has them all.
 
     It counts between the laps of the run's clock, so that exchanges of an evaluation, of a checkpoint, or of these
-    figures are no part of a step.
+    figures are not part of a step.
     """
 
     def __init__(self, comm: Communicator, session: Session, *, wire_dtype: str) -> None:

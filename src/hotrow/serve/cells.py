@@ -22,7 +22,7 @@ ENCODINGS = ("int", "uint64", "hex", "bytes")
 
 
 class Inputs(NamedTuple):
-    """What a model takes of n rows, as `Cells.read` finds it."""
+    """A model's inputs for n rows, from `Cells.read`."""
 
     dense: NDArray[np.float32]
     """[n, I], or [1, I] if all rows have the same."""
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 def cells_of(encoder: Encoder, usual: Seen) -> Cells | None:
-    """Returns what reads requests for these columns in one call; None if some of them need more, or it is not built."""
+    """Returns the reader of requests for these columns; None if some of them need more, or it is not built."""
     schema = encoder.schema
     simple = all(own.kind == "one_hot" for own in schema.categorical) and all(map(is_plain, schema.dense))
     simple = simple and not schema.computed and not schema.at_serving

@@ -1,6 +1,6 @@
-"""What an export says, as the objects that preparation, prediction and training have of the same.
+"""An export as the objects that preparation, prediction and training use.
 
-Nothing of an export is run: its score.py, model.py and transforms/ are for readers and other systems. Rows are read by
+No code of an export is run: its score.py, model.py and transforms/ are for readers and other systems. Rows are read by
 the encoder that preparation fitted, and the network is the one that trained.
 """
 
@@ -41,7 +41,7 @@ _ERRORS = (
 
 @contextmanager
 def explaining(path: Path) -> Iterator[None]:
-    """Makes an error of a field that is absent, or of another form, one that names export.json and the cure."""
+    """Turns an error about a field that is absent or malformed into one that names export.json and the cure."""
     try:
         yield
     except _ERRORS as error:
@@ -58,7 +58,7 @@ def explaining(path: Path) -> Iterator[None]:
 
 def encoder_of(export: Path, about: Description) -> Encoder:
     """The encoder of an export, whose files were verified. Raises ValueError if ids are row numbers already, or if it
-    is not of the model's tables and inputs."""
+    does not have the model's tables and inputs."""
     for own in about.tables:
         about.files[str(own["file"])]  # so it is a file of the export, and lies in its folder
     if any(table["vocabulary"] is None for table in about.tables):
@@ -112,7 +112,7 @@ def _scores(objective: Objective, layers: tuple[Any, ...], outputs: torch.Tensor
 
 
 def seen_of(about: Description) -> Seen:
-    """Returns counters that know what rows held that validated the model."""
+    """Returns counters that know what the model's validation rows held."""
     usual: Any = about.usual or {"of": "val", "columns": None, "ranges": {}}
     ranges = {name: (float(low), float(high)) for name, (low, high) in usual["ranges"].items()}
     return Seen(usual["columns"], ranges, of=usual["of"])

@@ -1,4 +1,4 @@
-"""Tables of an export as they lie in their files: mapped, so that a row is read when it is first looked up.
+"""Tables of an export, mapped from their files, so that a row is read when it is first looked up.
 
 Within a budget of memory, the first rows of all tables are locked into half of it: rows are numbered by how often
 training looked them up. The rows behind them share the other half, and a lookup first asks the disk for all of its own.
@@ -35,7 +35,7 @@ from hotrow.tables import TableConfig
 
 MAX_HEAD_BYTES = 1 << 20
 ASKED_BYTES = 1 << 17
-"""What the system is asked to read at a time: of more it reads no more than it would read ahead, often that much."""
+"""Bytes asked for at a time: if asked for more, the system reads only its read-ahead, often this much."""
 MOST_ASKED = 1 << 15
 """Ids of a lookup that asks for rows. It takes 0.4 us a row, in memory or not: as long as scoring a long frame."""
 STATM = Path("/proc/self/statm")
@@ -44,7 +44,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 class Budget(NamedTuple):
-    """What a scorer may have in memory."""
+    """The memory that a scorer may use."""
 
     most_bytes: int
     """Bytes of mapped files in this process, those of others included."""
@@ -107,7 +107,7 @@ class MappedTables:
         return Dram(tables, weights=self.weights)
 
     def bound(self, mapped: mmap.mmap | None) -> None:
-        """Counts another mapping among those that are let go of if there is too much of them in memory."""
+        """Adds a mapping to those that are let go of if they take too much memory."""
         if mapped is not None:
             self._at_random(mapped)
             self._others.append(mapped)
@@ -118,7 +118,7 @@ class MappedTables:
             mapped.madvise(mmap.MADV_RANDOM)
 
     def pin(self) -> None:
-        """Reads the first rows of all tables, as many of each as fit in the budget for them, and keeps them."""
+        """Reads the first rows of all tables, as many as fit in the budget for them, and keeps them."""
         if self._budget is None:
             return
         counts = range(max((own.num_rows for own in self._rows), default=0) + 1)
@@ -155,7 +155,7 @@ class MappedTables:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Lets go of all mapped pages but those of pinned rows, if they are bounded. The system may still have them,
+        """Lets go of all mapped pages except those of pinned rows, if they are bounded. The system may still have them,
         and gives them back without reading the disk unless it needed their memory."""
         if self._budget is not None:
             for own in self._rows:
@@ -175,7 +175,7 @@ class MappedTables:
 
 
 def mapped_bytes() -> int:
-    """Returns how much of mapped files is in this process's memory. Raises ValueError if the system does not say it."""
+    """Returns how much of mapped files is in this process's memory. Raises ValueError if the system does not say."""
     try:
         return int(STATM.read_bytes().split()[2]) * mmap.PAGESIZE
     except FileNotFoundError:

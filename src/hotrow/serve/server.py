@@ -1,7 +1,7 @@
 """A scorer over HTTP: POST /score, GET /health and /metrics.
 
 Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with a status of docs/serve.md. Requests change
-nothing, name no files, and nothing of them is run.
+nothing, name no files, and contain nothing that is run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_BYTES = 4 << 20
 MAX_ROWS = 1 << 14
 """The most rows that a request may have: a row can take three bytes of a body, and kilobytes while it is scored."""
 MAX_CELLS = 1 << 20
-"""The most cells, with the items of those that are lists, that its rows may have; the user's count in every row."""
+"""The most cells, items of lists included, that a request's rows may have; the user's count in every row."""
 MAX_SHARED = 2 * MAX_BYTES
 """The most bytes that a user's cells may have, times the rows that share them: each row has lists of its own."""
 MAX_WAITING = 128
@@ -48,7 +48,7 @@ BODY_S, SCORE_S = 10.0, 10.0
 FOLLOW_S = 1.0
 """Seconds between two looks at the link of an export that is followed."""
 REMEMBERED = 4096
-"""The quantiles of seconds are those of so many requests."""
+"""The number of latest requests whose seconds give the quantiles."""
 NESTING = {list, dict}
 FIELDS = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
 
@@ -176,7 +176,7 @@ def _body_of(columns: Collection[str]) -> dict[str, Any]:
 
 
 def one_a_minute() -> Callable[[logging.LogRecord], bool]:
-    """A filter of asyncio's records that it cannot accept for lack of descriptors, of which it makes thousands."""
+    """A filter of the thousands of records in which asyncio says that it has no descriptor to accept with."""
     until = 0.0
 
     def passes(record: logging.LogRecord) -> bool:
@@ -194,8 +194,8 @@ def one_a_minute() -> Callable[[logging.LogRecord], bool]:
 def serve(scorer: Scorer, *, host: str, port: int, follow: bool = False) -> None:
     """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered.
 
-    follow: whether it takes each version that the export's link comes to lead to. Says on stderr where it listens.
-    Raises ValueError if it cannot listen there.
+    follow: whether it takes each new version that the export's link leads to. Says on stderr where it listens. Raises
+    ValueError if it cannot listen there.
     """
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

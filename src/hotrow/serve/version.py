@@ -1,7 +1,7 @@
 """One version of an export, opened without loading its tables: raw rows in, scores out.
 
 Rows are read as in preparation, by `Encoder` or the short way of cells.py, and scored by the network that trained,
-so that scores are those of `Run.predict`.
+so that scores equal those of `Run.predict`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Version:
     """One export, opened: it never changes, and several threads may score with it.
 
     export: its folder, or a link to it, which may lead to another one later. The folder is held: nobody removes it
-    before `leave`, or before the version is gone. budget: as of `MappedTables`. Raises ValueError, which names the
-    file, if the export is damaged, or not one that can be scored.
+    before `leave`, or before the version is gone. budget: as for `MappedTables`. Raises ValueError, which names the
+    file, if the export is damaged, or cannot be scored.
     """
 
     def __init__(self, export: Path, budget: Budget | None) -> None:
@@ -89,9 +89,9 @@ class Version:
     def score(
         self, user: Mapping[str, Any], items: Any, *, strict: bool
     ) -> tuple[NDArray[np.float32], Seen | NDArray[np.int64], str]:
-        """Returns the scores of rows, what they held, maybe as a tally for `counted`, and a warning of names.
+        """Returns the scores of rows, counts of what they held or a tally for `counted`, and a warning about names.
 
-        Arguments as of `Scorer.score`; items: never a frame.
+        Arguments as for `Scorer.score`; items: never a frame.
         """
         by_column, own = isinstance(items, Mapping), self._own
         num_rows = len(next(iter(items.values()), ())) if by_column else len(items)
@@ -114,14 +114,14 @@ class Version:
         return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), cells.tally(found), warning
 
     def counted(self, tally: NDArray[np.int64]) -> Seen:
-        """Returns what rows held, from the sum of what `score` said of them."""
+        """Returns counts of what rows held, from the sum of the tallies of `score`."""
         assert self._cells is not None, "it made the tally"
         seen = Seen()
         seen.columns = self._cells.counts(tally)
         return seen
 
     def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen, str]:
-        """As `score`, of a frame or a dict of columns."""
+        """As `score`, for a frame or a dict of columns."""
         given, seen = frame_to_arrow(frame, values="any"), Seen(None, self.usual.ranges)
         found = given if isinstance(given, Mixed) else Mixed(given, {})
         num_rows, there = len(found), {*found.table.column_names}

@@ -1,8 +1,8 @@
 """Figures with the error that chance gives them: over seeds of one recipe, and of two runs over their test rows.
 
 Two models score the same test rows, and a row that is hard for one is hard for the other, so their difference is known
-better than each metric. Its standard error is that over rows drawn one by one: rows of one user are alike, which makes
-the true error larger. What another seed would give is not in it.
+better than each metric. Its standard error takes rows as drawn one by one: rows of one user are alike, which makes the
+true error larger. It leaves out what another seed would give.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def mean_of(values: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def with_error(own: Mapping[str, float | None]) -> str:
-    """Returns what `mean_of` returned, for people."""
+    """Formats the result of `mean_of` for people."""
     return shown(own["mean"]) + ("" if own["error"] is None else f" +- {own['error']:.4f}")
 
 
 def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
     """Returns the `options` in which two runs differ, and by metric on their test rows what `compared` says.
 
-    Raises ValueError, which names both, if they have not the same test rows or not the same objective.
+    Raises ValueError, which names both, if they differ in test rows or objective.
     """
     runs, names = [load(first), load(second)], [str(first), str(second)]
     for what in ("objective", "dataset"):
@@ -88,7 +88,7 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
 
 
 def verdict(own: Mapping[str, Any]) -> list[str]:
-    """Returns what `judged` returned, for people."""
+    """Formats the result of `judged` for people."""
     if own["difference"] is None:
         return ["undefined", ""]
     error = "" if own["error"] is None else f" +- {own['error']:.5f}"
@@ -104,7 +104,7 @@ def differences(options: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str,
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
-    """Returns what `compare` returned as lines for people."""
+    """Formats the result of `compare` as lines for people."""
     options = [[name, *(own.get(run, "-") for run in found["runs"])] for name, own in found["options"].items()]
     speeds = [shown(speed).partition(".")[0] for speed in found["samples_per_s"]]
     metrics = [

@@ -17,7 +17,7 @@ from hotrow.tune.compare import differences, in_columns
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Returns what is to be said of each run in and below `folder`, without runs inside runs; links are not followed.
+    """Returns the facts of each run in and below `folder`, without runs inside runs; links are not followed.
 
     Each has a path, status ("killed" and "unreadable" among them), split and metrics, samples per s, bytes, and the
     options in which the runs differ. Raises ValueError if there is no such folder.
@@ -52,7 +52,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns what `list_runs` returned as lines for people."""
+    """Formats the result of `list_runs` as lines for people."""
     names = dict.fromkeys(name for row in rows for name in row.get("metrics", ()))
     head = ["run", "status", *names, "samples/s", "size", "options that differ"]
     return in_columns([head, *(_cells(row, names) for row in rows)]) if rows else ["no runs"]

@@ -151,7 +151,7 @@ def own_values(config: Config, space: Mapping[str, Axis]) -> Values | None:
 
 
 def recipe_at(recipe: Mapping[str, Any], values: Values) -> dict[str, Any]:
-    """Returns the recipe with `values` and without `tune` and `run`; of another model, without options it has not."""
+    """Returns the recipe with `values` and without `tune` and `run`; for another model, without options it lacks."""
     plain = {name: section for name, section in recipe.items() if name not in (TUNE, "run")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the space says which models there are

@@ -2,7 +2,7 @@
 
 A trial is a run of the recipe with other values. It trains a ninth of its steps, then a third, then all, as long as its
 figure is among the best third of the trials that have come as far (successive halving, Jamieson and Talwalkar, 2016;
-asynchronous, so that no trial waits for another). To go on is to resume, which changes no bit.
+asynchronous, so that no trial waits for another). To go on is to resume, which does not change a bit.
 
     OUT/results.json            every trial that was begun: the same command continues from here
     OUT/trials/000              its run, without its checkpoints once it has ended
@@ -37,9 +37,9 @@ from hotrow.tune.compare import compare, in_columns, mean_of, of_seeds, over_see
 from hotrow.tune.space import Trial, config_at, load_optuna, next_values, own_values, read_space, recipe_at
 
 RUNGS = {"a ninth": 1 / 9, "a third": 1 / 3, "all": 1.0}
-"""Shares of its steps after which a trial is judged; of one pass over the data, they are shares of the rows."""
+"""Shares of its steps after which a trial is judged; in one pass over the data, they are shares of the rows."""
 KEEP = 3
-"""One of so many trials goes on."""
+"""One in this many trials goes on."""
 STATUSES = ("finished", "stopped", "failed")
 RESULTS, BEST = "results.json", "best.yaml"
 
@@ -130,7 +130,7 @@ class Search:
                 )
 
     def run(self, num_trials: int) -> None:
-        """Ends trials that were begun, and begins others until there are `num_trials`, or nothing else to try."""
+        """Ends trials that were begun, and begins others until there are `num_trials` or no others to try."""
         trials = self.results.trials
         for number in range(num_trials):
             if number == len(trials):
@@ -229,7 +229,7 @@ class Search:
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
-    """Returns what `tune` returned as lines for people."""
+    """Formats the result of `tune` as lines for people."""
     if "best" not in found:
         return [f"stopped; trials are in {found['out']}, and the same command goes on"]
     best, test, lines = found["best"], found["test"], []
@@ -250,7 +250,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
 
 
 def steps_at(config: Config, share: float, num_rows: int) -> int | None:
-    """Returns `train.max_steps` for a share of the steps of a run; its own for all of them."""
+    """Returns `train.max_steps` for a share of the steps of a run; the run's own for all of them."""
     options = config.train
     if share == 1:
         return options.max_steps

@@ -4,8 +4,8 @@
     dataset = prepare(opened, "data/day_2", Options(base=base))     # pipeline.py
 
 The base gives the transforms with their parameters, the row of every id, the counts of ids that are still too rare for
-a row, and the label's statistics. `Base()` is what the first day extends: nothing; that day keeps what the next one
-needs. `extend.py` numbers new ids.
+a row, and the label's statistics. The first day has `Base()`, which is empty: it extends nothing, and keeps what the
+next day needs. `extend.py` numbers new ids.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Day:
     last_time_s: float | None = None
     """Time of its last row, in seconds since 1970; None if its rows have no times of a known unit."""
     earlier: list[str] = field(default_factory=list)
-    """For each day before it whose files have checksums, the beginning of the SHA-256 of these and the sizes."""
+    """By earlier day whose files have checksums, the beginning of the SHA-256 of these and the sizes."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """What a day extends."""
+    """The dataset that a day extends."""
 
     dataset: PackedDataset | None = None
     """The day before; None if there is none."""
     own: Day = field(default_factory=lambda: Day(0))
     """Its place in the chain."""
     transforms: tuple[str, ...] = ()
-    """What is done to its dense columns."""
+    """Transforms of its dense columns."""
 
     @property
     def day(self) -> Day:
@@ -100,7 +100,7 @@ class Base:
             )
 
     def check_is_no_earlier_day(self, info: SourceInfo, checksums: Sequence[str]) -> None:
-        """Raises ValueError if the files, which have these checksums, are those of a day before."""
+        """Raises ValueError if the files, which have these checksums, are those of an earlier day."""
         sizes = (file.num_bytes for file in info.files)
         if self.dataset is not None and any(d in self.day.earlier for d in _digest(zip(sizes, checksums, strict=True))):
             raise ValueError(
@@ -160,7 +160,7 @@ class Base:
         return Statistics.load(schema, self.dataset.statistics_path(), strict=strict, cure=MANIFEST_CURE)
 
     def notes(self) -> Iterator[str]:
-        """Yields what a user should know of the base: which ids it has forgotten."""
+        """Yields notes about the base for the user: which ids it has forgotten."""
         for table in () if self.dataset is None else self.dataset.info.tables:
             if table.num_dropped and self.dataset is not None and self.dataset.rare_paths(table.name) is None:
                 yield (
@@ -170,8 +170,8 @@ class Base:
                 )
 
     def unknown(self, out: Path, tables: Sequence[Table], say: Callable[[str], None]) -> dict[str, Any]:
-        """Returns, for the summary of the dataset `out`, what lookups of its training rows lost to ids without a row,
-        and says it."""
+        """Returns, for the summary of the dataset `out`, how many lookups of its training rows were of ids without a
+        row, and says so."""
         if self.dataset is None:
             return {}
         found = {}

@@ -13,7 +13,7 @@
                 num_keys[feature] += keys.num_keys
 
 A vocabulary that does not fit in memory is used part by part. In each pass over the keys one part is in memory; it
-knows the rows of its own keys, and row 0 for all others. So the largest row of all passes, kept in a file, is a key's.
+knows the rows of its own keys, and row 0 for all others. So a key's row is the largest of all passes, kept in a file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TableEncoder:
             self.vocabulary = vocabulary.load()
 
     def begin_pass(self, number: int) -> None:
-        """Loads the part of the vocabulary for a pass; behind the last one, none."""
+        """Loads the part of the vocabulary for a pass; after the last part, none."""
         self._part, self._places = None, dict.fromkeys(self._places, 0)
         if number < self.num_passes:
             self._part = self.vocabulary.load_slice(number, self.num_passes)
@@ -172,9 +172,9 @@ class EncoderPool:
 class RowEncoder:
     """Turns chunks of raw rows into model inputs: what preparation does to every row, and prediction to new ones.
 
-    transforms: of the dense columns, then those of the statistics, which chunks hold transformed; a missing number
-    becomes 0 after its transform, as in the reference DLRM. Each thread of `executor` encodes one table at a time; if
-    None, the caller's thread encodes. Chunks must come in the source's order.
+    transforms: of the dense columns, then of the statistics, which chunks hold transformed; a missing number becomes 0
+    after its transform, as in the reference DLRM. Each thread of `executor` encodes one table at a time; if None, the
+    caller's thread encodes. Chunks must come in the source's order.
     """
 
     def __init__(

@@ -5,9 +5,9 @@ those of ids that have expired.
     rare   the ids of earlier days that have none, numbered by first sight, and how often each was seen
     day    the ids of the day's training rows, ranked and counted as if every one got a row
 
-An id that reaches `min_count` over all days gets a row. New rows follow by falling count over all days, ties by first
-sight: ids of earlier days come first, then those of the day as they are ranked there. Ids that no training row had for
-many days are forgotten, those with a row and those without. docs/vocabulary.md says the same.
+An id seen at least `min_count` times over all days gets a row. New rows follow by falling count over all days, ties by
+first sight: ids of earlier days come first, then those of the day as they are ranked there. Ids that no training row
+had for many days are forgotten, those with a row and those without. docs/vocabulary.md says the same.
 
 The three are read side by side, a range of hashes at a time, and what is known of each id lies in unnamed files, so
 memory does not grow with the tables.
@@ -56,7 +56,7 @@ class Counted:
 
 
 class Uses(NamedTuple):
-    """When ids were last used, so that those which were not for `unused_days` expire."""
+    """When ids were last used, so that ids unused for `unused_days` expire."""
 
     rows: NDArray[Any]
     """The day on which each row of the base was last used."""
@@ -68,7 +68,7 @@ class Uses(NamedTuple):
 
     @staticmethod
     def on(day: int, base: Vocabulary, rare: Counted) -> Uses:
-        """Returns those of ids that were all used on one day."""
+        """Returns the uses of ids that were all used on one day."""
         of_all = np.full(1, day, np.uint32)
         return Uses(np.broadcast_to(of_all, base.num_embeddings), np.broadcast_to(of_all, len(rare.counts)))
 
@@ -121,8 +121,8 @@ class Extension:
     def write(self, vocabulary: Path, counts: Path, rare: Path, rare_counts: Path, *uses: Path) -> None:
         """Writes the extended vocabulary, the day's accesses by row, and the ids that still wait, with their counts.
 
-        uses: three files if ids expire, for the days on which rows were last used, and ids that wait last seen, and for
-        the rows of the base that stand for other ids now, if there are any.
+        uses: if ids expire, three files: the days on which rows were last used, the days on which waiting ids were last
+        seen, and the rows of the base that now stand for other ids, if any.
         """
         day, place = self._day.vocabulary, self._missing_place
         missing = 0 if place is None else int(self._numbers[place])
@@ -273,7 +273,7 @@ class Extension:
 
 
 def empty_vocabulary(path: Path, like: Vocabulary) -> Vocabulary:
-    """Writes and returns a vocabulary without ids, for keys as those of `like`."""
+    """Writes and returns a vocabulary without ids, for the kind of keys in `like`."""
     write_vocabulary(path, (), TableSummary(1, 0, 0, 0, 0), key_kind=like.key_kind, hash_cap=like.header.hash_cap)
     return Vocabulary.open(path)
 

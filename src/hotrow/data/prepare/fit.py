@@ -1,4 +1,4 @@
-"""What training rows teach, and rows encoded by it: of all rows in one process, or part by part in many.
+"""What training rows teach, and rows encoded by it, for all rows in one process or part by part in many.
 
     fit = Fit(opened, folder, memory_bytes=1 << 30, part=2)          # of a part of the rows, on any machine
     for piece in pieces(schema, plan, rows.chunks_of(spans)):        # rows.py: stored rows and their numbers
@@ -46,18 +46,18 @@ EncodedRows: TypeAlias = tuple[
 ]
 """Rows of one split: label, dense inputs, ids by feature, weight."""
 MAX_HOURS = 50
-"""Two days have up to 49 hours; of longer times days say enough."""
+"""Two days have up to 49 hours; for longer spans, days say enough."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows of one chunk, and what is drawn for them."""
+    """The rows of one chunk, with their splits and folds."""
 
     chunk: Chunk
     codes: Codes
     """Split of each row."""
     folds: NDArray[np.uint8] | None
-    """Fold of each row, by which statistics are counted; None if there is one."""
+    """Fold of each row, by which statistics are counted; None if there is only one."""
 
     def some(self, mask: NDArray[np.bool_]) -> Piece:
         """The rows whose mask [num_rows] is set."""
@@ -71,7 +71,7 @@ def pieces(schema: Schema, plan: SplitPlan, chunks: Iterator[tuple[Chunk, NDArra
 
 
 class Fit:
-    """Ids by how often training rows have them, their statistics of the label, moments and hours; empty at first.
+    """What training rows teach: counts of ids, statistics of the label, moments and hours; empty at first.
 
     folder, counters: as for `CounterPool`. part: the place of the rows among the parts.
     A fit pickles after `counters.write_out()`, if `folder` is on a disk that the other process sees.
@@ -206,8 +206,8 @@ class Hours:
         self._row += later._row
 
     def found(self) -> list[list[int]]:
-        """The seconds since 1970 at which each hour begins, and its first row; of many hours, those of days. Nothing if
-        rows are not in order, of one hour, or of too many days."""
+        """The seconds since 1970 at which each hour begins, and its first row; if there are many hours, the same for
+        days. Empty if rows are not in order, lie in one hour, or span too many days."""
         begins = [(hour * max(1, self._day // 24) * 86_400 // self._day, row) for hour, row in self._begins]
         for step in (3600, 86_400) if self._rises else ():
             found = {second // step * step: row for second, row in reversed(begins)}

@@ -36,10 +36,10 @@ COMMENT_COLUMN = 64
 
 @dataclass(frozen=True)
 class InitResult:
-    """What `hotrow init` found."""
+    """The result of `hotrow init`."""
 
     found: str
-    """What the data is, in words."""
+    """The data in words."""
     source: str | None
     """The source's name for `hotrow prepare`; None for a packed dataset."""
     schema: str | None

@@ -1,4 +1,4 @@
-"""Statistics of the label as of a while before each row: what a server would know whose labels arrive late.
+"""Statistics of the label as of a while before each row: what a server would know if labels arrive late.
 
     lagged = Lagged(counts, lag, file)                        # lag: in the unit of the times; file: empty, for rows
     for chunk, counted in chunks:                             # in the order of time
@@ -33,7 +33,7 @@ class _Rows(NamedTuple):
 
 
 class Lagged:
-    """Statistics of all counted rows that are at least `lag` older than a row. counts: of rows before the first."""
+    """Statistics of the counted rows at least `lag` older than a row. counts: those of rows before the first."""
 
     def __init__(self, counts: Statistics, lag: int, file: IO[bytes]) -> None:
         self._counts, self._lag, self._file = counts, lag, file
@@ -43,7 +43,7 @@ class Lagged:
         """Rows of a chunk that has been read back, without those that were counted."""
 
     def inputs(self, chunk: Chunk, counted: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Returns the inputs of a chunk's rows [n, J]; takes those that later rows may see. counted: which [n]."""
+        """Returns the inputs of a chunk's rows [n, J]; keeps the `counted` rows [n] for later rows."""
         assert chunk.time is not None, "the schema has a time"
         own = _Rows(np.stack(self._counts.hashes(chunk)), positives(chunk), chunk.time)
         if counted.any():

@@ -32,11 +32,11 @@ class Odd:
 
 @record(frozen=True, config=STRICT)
 class CellCounts:
-    """What was missing or odd in rows, by column."""
+    """Counts of missing and odd cells, by column."""
 
     num_rows: Count = 0
     missing: dict[str, Count] = field(default_factory=dict)
-    """Missing cells, odd ones among them; of a column of lists, those that hold a missing id."""
+    """Missing cells, odd ones among them; in a column of lists, cells that hold a missing id."""
     odd: dict[str, Odd] = field(default_factory=dict)
 
     def with_chunk(self, chunk: Chunk, dense_names: Sequence[str]) -> CellCounts:
@@ -94,7 +94,7 @@ class CellCounts:
         return found
 
     def summary(self) -> dict[str, JsonValue]:
-        """Returns the counts for dataset.json, without what there is none of."""
+        """Returns the counts for dataset.json, without empty ones."""
         odd: dict[str, JsonValue] = {
             name: {"cells": odd.num_cells, "first": odd.first} for name, odd in sorted(self.odd.items())
         }

@@ -90,14 +90,14 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller may choose besides source, schema and folder; the second group changes no byte of the result."""
+    """The caller's choices besides source, schema and folder; the second group does not change the result."""
 
     rows: int | None = None
     """Number of first rows of the source to prepare. If None, all are prepared."""
     sample: float = 1.0
     """Share of rows to keep, chosen by a hash of the row number."""
     base: Base | None = None
-    """What the rows extend, if they are a day of a chain; they are then read by its schema and encodings."""
+    """The base that the rows extend, if they are a day of a chain; they are then read by its schema and encodings."""
 
     memory_bytes: int | None = None
     """Memory for counters, vocabularies and rows in flight. If None, half of what this process may use."""
@@ -337,7 +337,7 @@ class Stages:
             self.keep(fit)
 
     def keep(self, fit: Fit, built: Mapping[str, TableSummary] | None = None) -> None:
-        """Writes what all training rows teach. built: of the vocabularies that `build_table` has written into the
+        """Writes what all training rows teach. built: records of vocabularies that `build_table` has written into the
         dataset; if None, they are built here."""
         if not fit.num_rows:
             raise ValueError(NOTHING_TRAINS)

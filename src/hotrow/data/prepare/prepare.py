@@ -232,11 +232,11 @@ class Encoder:
 
     Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
     training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
-    that is no id or number of its column is missing, so that every row has inputs.
+    that is not an id or number of its column is missing, so that every row has inputs.
     """
 
     source: str
-    """What the rows are; "auto" is decided by their form."""
+    """The kind of source; "auto" is decided by the rows' form."""
     schema: Schema
     encodings: Mapping[str, IdEncoding]
     transforms: Sequence[Transform]

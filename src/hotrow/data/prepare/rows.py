@@ -54,15 +54,15 @@ from hotrow.data.sources.split import TimeHistogram, sample_mask
 ROWS_PER_PART = 1 << 20
 ROWS_PER_BATCH = 1 << 16
 REPEATS = 4
-"""Bytes whose values come so often in the mean are stored as a dictionary and codes."""
+"""Bytes whose values repeat this often on average are stored as a dictionary and codes."""
 SAMPLES = 100
 """Times that are looked at of as many rows as are sorted together."""
 COPIES = 4
-"""How often the rows of a part are in memory while they are sorted."""
+"""Copies of a part's rows in memory while they are sorted."""
 CURE = "start again with --overwrite, or remove the folder .prepare"
 RECORD = "rows.json"
 Spans: TypeAlias = list[tuple[int, int]]
-"""First rows, and those behind the last ones, of what is taken together."""
+"""Pairs (first row, row after the last) of spans that are taken together."""
 _Name = Annotated[str, Field(pattern=r"^([0-9]{1,9}/)?[01]-[0-9]{6,9}\.arrow$")]
 
 
@@ -74,7 +74,7 @@ class Part:
     num_rows: Count
     num_bytes: Count
     first_number: Count = 0
-    """What to add to the stored numbers of its rows."""
+    """Offset to add to the stored numbers of its rows."""
 
 
 @record(frozen=True, config=STRICT)
@@ -82,7 +82,7 @@ class Ingested:
     """The content of rows.json: what was read, and how far."""
 
     identity: dict[str, JsonValue]
-    """What decides the rows; other rows are not continued."""
+    """Everything that decides the rows; other rows are not continued."""
     parts: tuple[Part, ...]
     position: Position = field(default_factory=Position)
     """Where the source goes on."""
@@ -100,7 +100,7 @@ class Ingested:
     is_whole: bool = False
 
     def merged(self, later: Ingested, folder: str) -> Ingested:
-        """What is known of these rows and those of later files, which were read into a folder in this one's."""
+        """The record of these rows and of later files' rows, which were read into a folder inside this one's."""
         moved = (replace(p, file=f"{folder}/{p.file}", first_number=self.num_rows) for p in later.parts)
         rows = zip_longest(self.rows_of_files, later.rows_of_files, fillvalue=0)
         return replace(
@@ -153,8 +153,8 @@ class Rows:
         return _by_time(pa.concat_tables(tables, promote_options="permissive"))
 
     def cut(self, num_rows: int, *, by_time: bool) -> list[Spans]:
-        """Cuts the rows into about so many: of one part each, or, if each part is in the order of time, of all parts.
-        Rows of one time then stay together."""
+        """Cuts the rows into spans of about `num_rows`: of one part each, or, if each part is in the order of time, of
+        all parts. Rows of one time then stay together."""
         bounds = list(pairwise(accumulate((part.num_rows for part in self.known.parts), initial=0)))
         if not by_time:
             return [[(i, min(i + num_rows, stop))] for row, stop in bounds for i in range(row, stop, num_rows)]
@@ -176,12 +176,12 @@ class Rows:
     def order(
         self, first: int = 0, stop: int | None = None, *, rows_per_chunk: int = ROWS_PER_BATCH
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
-        """Yields the numbers and times of rows; None are the times of rows without one."""
+        """Yields the numbers and times of rows; times are None if rows have none."""
         for batch, numbers in self._batches(first, stop, rows_per_chunk, is_mapped=True):
             yield numbers, batch.column("time").to_numpy() if "time" in batch.schema.names else None
 
     def times(self) -> TimeHistogram:
-        """How many rows have which time; nothing of rows without one."""
+        """How many rows have each time; empty if rows have none."""
         found = TimeHistogram()
         for _, times in self.order():
             if times is not None:
@@ -229,9 +229,9 @@ def ingest(
     """Reads the first `rows` rows of a source, all if None, or a `sample` of them, into parts in `folder`.
 
     Parts of an earlier call that was interrupted are continued; those of other rows are removed. by_time: rows are
-    stored in the order of time. memory_bytes: what sorting may take. file: reads this file of the source alone, all of
-    it. beside_bytes: what the dataset takes beside its rows. check_stop: is called between chunks, and may raise.
-    report: takes the number of rows read so far. say: takes lines for the user.
+    stored in the order of time. memory_bytes: what sorting may take. file: only this file of the source is read, whole.
+    beside_bytes: what the dataset takes beside its rows. check_stop: is called between chunks, and may raise. report:
+    takes the number of rows read so far. say: takes lines for the user.
 
     Raises RowError for a bad row beyond those that may be skipped, and ValueError if the disk is too small.
     """

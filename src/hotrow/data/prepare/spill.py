@@ -153,11 +153,11 @@ class CounterPool:
         self._map, self._at_once = map, 1
 
     def each(self, build: Callable[[str], Built]) -> dict[str, Built]:
-        """What `build`, which calls the pool's own, makes of each table; several tables are built at a time."""
+        """The result of `build`, which calls the pool's own, for each table; several tables are built at a time."""
         return dict(zip(self._tables, self._map(build, self._tables), strict=True))
 
     def merge(self, other: CounterPool) -> None:
-        """Takes what another pool has written out, in its folder."""
+        """Takes over the counts that another pool has written to its folder."""
         for table, counts in self._tables.items():
             counts.runs += other._tables[table].runs
             if len(counts.runs) >= MAX_RUNS:

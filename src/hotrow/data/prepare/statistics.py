@@ -48,11 +48,11 @@ from hotrow.data.sources.split import FOLD_SALT, uniform_of
 from hotrow.data.transforms import Transform
 
 MAX_BYTES = 1 << 31
-"""What the counts of all statistics may take in memory, divided among them: a rule of the schema alone, because neither
-the number of rows nor the memory of a machine may decide what is counted. Little is taken until values come."""
+"""Memory for the counts of all statistics, divided among them: it depends on the schema alone, because neither the
+number of rows nor the memory of a machine may decide what is counted. Little is taken until values come."""
 NUM_FOLDS = 5
 BLOCK_ROWS = 4096
-"""Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
+"""Rows whose inputs are computed at a time: few enough for intermediate results to stay in the cache."""
 
 
 class Statistics:
@@ -108,12 +108,12 @@ class Statistics:
         times: NDArray[np.int64] | None,
         after: Statistics,
     ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
-        """Returns by statistic rows and positives of each row's value [n, 2], and those of all values [n, 2]; counts
-        the rows that train.
+        """Returns, by statistic, rows and positives of each row's value [n, 2] and of all values [n, 2]; counts the
+        rows that train.
 
-        hashes: of each row's value, by statistic. times: in rising order; rows that train see those of earlier times,
-        or if None, those before them. after: what rows that do not train see; if it is `self`, what rows before them
-        have left there.
+        hashes: of each row's value, by statistic. times: in rising order; rows that train see rows of earlier times,
+        or, if None, the rows before them. after: the counts that other rows see; if it is `self`, the counts that rows
+        before them have left there.
         """
         of_all = self._all_before(labels, trains, times)
         if after is not self:
@@ -169,7 +169,7 @@ class Statistics:
         return replace(chunk, dense=np.concatenate([chunk.dense, self.inputs(found, of_all)], 1))
 
     def inputs(self, found: Sequence[NDArray[Any]], of_all: NDArray[Any]) -> NDArray[np.float32]:
-        """Returns the inputs of rows [n, J], of what `counts_before` returns."""
+        """Returns the inputs of rows [n, J] from the result of `counts_before`."""
         out = np.empty((len(of_all), self.num_inputs), np.float32)
         column = 0
         for of_value, transforms in zip(found, self._transforms, strict=True):
@@ -200,15 +200,15 @@ class Statistics:
         return [cross(*(of_column[name] for name in spec.columns)) for spec in self._specs]
 
     def merge(self, other: Statistics, *, fold: int = 0) -> None:
-        """Adds the counts of other rows, those of their first fold to `fold`."""
+        """Adds the counts of other rows; their first fold goes to `fold`."""
         for own, counts in zip(self.counts, other.counts, strict=True):
             hashes, by_fold, zeros = counts.items()
             own.put(hashes, by_fold, fold=fold, zeros=zeros)
         self.all[fold : fold + other.num_folds] += other.all
 
     def with_earlier(self, earlier: Statistics) -> Statistics:
-        """Returns these counts and those of the rows of earlier days, as one fold more if there are several: no row of
-        theirs is in a fold of these."""
+        """Returns these counts plus those of earlier days. If there are several folds, earlier days are one more,
+        because none of their rows is in a fold of these."""
         found = Statistics(self._schema, num_folds=self.num_folds + (self.num_folds > 1))
         found.merge(self)
         found.merge(earlier, fold=found.num_folds - 1)
@@ -276,13 +276,13 @@ def folds_of(schema: Schema, rows: NDArray[np.int64], chunk: Chunk) -> NDArray[n
 
 
 def raw_transforms(schema: Schema, transforms: Sequence[Transform]) -> list[Transform]:
-    """Returns by dense input what is done to a chunk's column: nothing to those that `Statistics` has computed."""
+    """Returns, by dense input, the transform of a chunk's column: none if `Statistics` has computed it."""
     num_raw = len(schema.dense)
     return [*transforms[:num_raw], *[Transform("identity")] * (len(transforms) - num_raw)]
 
 
 def positives(chunk: Chunk) -> NDArray[np.bool_]:
-    """Returns which rows are positive by the first label [n]; rows to score have no labels, and none is."""
+    """Returns which rows are positive by the first label [n]; rows to score have no labels, so none is."""
     if chunk.label is None:
         return np.zeros(chunk.num_rows, np.bool_)
     return (chunk.label if chunk.label.ndim == 1 else chunk.label[:, 0]) > 0.5

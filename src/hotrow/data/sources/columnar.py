@@ -54,8 +54,8 @@ class ColumnarFile(Protocol):
         """The number of rows of each group."""
 
     def batches(self, first: int, columns: Sequence[str], num_rows: int | None = None) -> Iterator[pa.RecordBatch]:
-        """Yields `columns` of the groups from number `first` on; of Parquet `num_rows` at a time, or if it is None as
-        many as BATCH_BYTES hold, so that a dictionary serves many; text comes as a dictionary if it is stored so."""
+        """Yields `columns` of the groups from number `first` on. Parquet rows come `num_rows` at a time, or if it is
+        None as many as BATCH_BYTES hold, so that a dictionary serves many; text stored as a dictionary stays one."""
 
 
 def pieces_of(
@@ -89,7 +89,7 @@ def _check_decoded(what: str, num_bytes: int, file: InputFile) -> None:
 
 
 def told_by_bytes(file: InputFile) -> ColumnarFormat | None:
-    """Returns the format by a file's first bytes; None if it is none of these."""
+    """Returns the format that a file's first bytes show; None if they show none."""
     with file.open_file() as stream:
         start = stream.read(4)
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)

@@ -84,7 +84,7 @@ SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
 """If a folder has files of several kinds, the first of these kinds is taken."""
 SUFFIXES = tuple(suffix for suffixes in SUFFIXES_OF_KINDS for suffix in suffixes)
 FIRST_ROWS = 1024
-"""So many rows say how times are written."""
+"""The number of rows that show how times are written."""
 MANY_ROWS = 1000
 """If text has fewer rows than this, their estimated number is nearly exact."""
 
@@ -95,9 +95,9 @@ class ColumnsSource:
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "alone":
     read with the weight and without the time; "ignored": for rows to predict, whose label, weight and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared (feature -> `IdEncoding`); if
-    None, the columns' types decide. values: "any": a value that is not of its column's kind is missing and no fault,
-    for rows to score. skip_bad_rows: how many bad rows may be skipped before one is an error. keep: columns that chunks
-    have unchanged too, of rows to score.
+    None, the columns' types decide. values: "any": a value that is not of its column's kind is missing, not a fault,
+    for rows to score. skip_bad_rows: how many bad rows may be skipped before one is an error. keep: columns of rows to
+    score that chunks also hold unchanged.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -163,7 +163,7 @@ class ColumnsSource:
 
     @property
     def files(self) -> Sequence[InputFile]:
-        """The files that are read; none of a frame."""
+        """The files that are read; none for a frame."""
         return self._reader._files
 
     @property
@@ -173,7 +173,7 @@ class ColumnsSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found out and not given, for the user to check."""
+        """What was found out rather than given, for the user to check."""
         path, reader = self._reader.files[0].path, getattr(self._reader, "inner", self._reader)
         lacking = {file: [n for n in names if n in self._columns] for file, names in self._reader.lacking.items()}
         found = [f"{file} lacks {', '.join(names)}: missing in its rows" for file, names in lacking.items() if names]

@@ -67,8 +67,8 @@ class CriteoSource:
 
     paths: files, folders, patterns or URIs, read in this order (a folder's files in natural order). labels: "required",
     or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. values: "any",
-    for rows to score: a value that is no number is missing, and one that is no category is unknown. skip_bad_rows: how
-    many unreadable rows may be skipped, and counted in `skipped`, before one raises RowError.
+    for rows to score: a value that is not a number is missing, and one that is not a category is unknown.
+    skip_bad_rows: how many unreadable rows may be skipped, and counted in `skipped`, before one raises RowError.
     """
 
     name = "criteo"

@@ -1,4 +1,4 @@
-"""Ranks combinations of id columns by what they tell of the label beyond the columns, by a sample of rows.
+"""Ranks combinations of id columns by what they say about the label beyond the columns, in a sample of rows.
 
 A logistic model of the columns' own statistics is fitted first. A pair is judged by what one Newton step on the model's
 residuals, a step for each pair of values, takes off the loss of rows that did not make the step:
@@ -24,12 +24,12 @@ from hotrow.data.native import GOLDEN, mix64
 MOST = 32
 """Pairs that are taken, and triples."""
 GROWN = 12
-"""Pairs of which triples are made."""
+"""Pairs from which triples are made."""
 MIN_OF_EACH = 300
 """Rows of either label below which no cross is looked for."""
 MAX_STEPS = 20_000_000
-"""Rows times pairs that are looked at, so that a guess takes seconds: of 100 columns every 15th of 60,000 rows. With so
-many columns that too few rows are left, no cross is looked for."""
+"""Rows times pairs that are looked at, so that a guess takes seconds: of 100 columns every 15th of 60,000 rows. If so
+many columns leave too few rows, no cross is looked for."""
 FOLDS, PRIOR, RIDGE = 3, 10.0, 10.0
 SLOT_BITS = 18
 Floats = NDArray[np.float64]
@@ -37,7 +37,7 @@ Cross = tuple[str, ...]
 
 
 def find_crosses(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bool_]) -> list[Cross]:
-    """Returns pairs of names, then triples, each at most MOST, those with the largest gains first.
+    """Returns pairs of names, then triples, at most MOST of each, largest gains first.
 
     codes: a whole number for each row's value [n], by column.
     """
@@ -80,7 +80,7 @@ def find_crosses(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bo
 
 
 def gains_of(slots: NDArray[np.int64], residual: Floats, curvature: Floats, fold: NDArray[np.int64]) -> Floats:
-    """Returns what the loss of each row falls by after the step that the rows of other folds take in its slot [n]."""
+    """Returns by how much each row's loss falls [n] after the step that rows of other folds take in its slot."""
     step = _others(slots, residual, fold) / (_others(slots, curvature, fold) + PRIOR * curvature.mean())
     gain: Floats = residual * step - curvature * step**2 / 2
     return gain

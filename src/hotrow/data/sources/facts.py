@@ -34,7 +34,7 @@ WORD_PAIRS = (("no", "yes"), ("n", "y"), ("f", "t"), ("false", "true"))
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What a sample shows about one column."""
+    """Facts that a sample shows about one column."""
 
     name: str
     kind: str
@@ -61,9 +61,9 @@ class ColumnFacts:
     num_odd: int = 0
     """Values that are not of the column's kind, few enough to be taken for missing ones."""
     odd: str = ""
-    """The first of them."""
+    """The first such value."""
     written: Mapping[str, str] = field(default_factory=dict)
-    """How numbers are written in text, as in a schema; nothing if plainly."""
+    """How numbers are written in text, as in a schema; empty if plainly."""
     time_formats: tuple[str, ...] = ()
     """For text with times that are not in ISO 8601: the strptime formats that read all of them."""
 
@@ -88,7 +88,7 @@ class ColumnFacts:
 
     @property
     def word_pair(self) -> tuple[str, str] | None:
-        """The values that mean 0 and 1, as stored, if there are two and they say so."""
+        """The values that mean 0 and 1, as stored, if there are two whose words say so."""
         if self.kind in ("int", "float") and self.num_distinct == 2 and (self.low, self.high) == (-1, 1):
             return "-1", "1"
         by_word = {value.strip().lower(): value for value in self.values}

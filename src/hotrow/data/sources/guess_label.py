@@ -68,8 +68,8 @@ def other_labels(facts: Sequence[ColumnFacts], labels: Labels | None) -> list[Gu
 
 
 def label_rule(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any], str]:
-    """Returns the column that a label is made of, how, as in a schema, and a name that tells it from others of this
-    column. names: of columns, which are no rules."""
+    """Returns the column that a label is made from, its rule as in a schema, and a name that tells it from this
+    column's other labels. names: names of columns, which are not rules."""
     rule = LABEL_RULE.fullmatch(text)
     if rule is None or text in names:
         return text, {}, text
@@ -113,7 +113,7 @@ def find_label(
 
 
 def label_kind(objective: str | None) -> LabelKind:
-    """Returns what an objective takes as a label; if None, the default one. Raises ValueError for an unknown name."""
+    """Returns the kind of label of an objective, by default the default one. Raises ValueError for an unknown name."""
     if objective is not None and objective not in OBJECTIVES:
         raise ValueError(f"objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}")
     return OBJECTIVES[objective or DEFAULT].label

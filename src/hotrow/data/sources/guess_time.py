@@ -36,7 +36,7 @@ def find_time(
 ) -> tuple[Guess | None, tuple[str, ...], list[Guess]]:
     """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome.
 
-    name, format: of the time column, as the user told. training: tells which rows will train.
+    name, format: of the time column, as the user gave them. training: tells which rows will train.
     """
     for f in facts:
         if f.name == name:
@@ -99,8 +99,8 @@ def _times_with_gaps(facts: Sequence[ColumnFacts]) -> list[str]:
 
 
 def clock_of(f: ColumnFacts, format: str | None, column: pa.ChunkedArray, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns what makes the hour and the weekday of a time, as in a schema, if its values are read and these vary.
-    names: of columns, which no computed one may have."""
+    """Returns the transforms for the hour and weekday of a time, as in a schema, if its values are read and these vary.
+    names: names of columns, which a computed column may not have."""
     how = {"format": format} if format else {} if holds_unix_times(f) else {"zone": WRITTEN}
     times = on_clock(numbers(as_seconds(column.combine_chunks(), **how), PLAIN)[0], None)
     known = times[~np.isnan(times)]
@@ -111,7 +111,7 @@ def clock_of(f: ColumnFacts, format: str | None, column: pa.ChunkedArray, names:
 
 
 def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:
-    """Returns the time column as in a schema. Raises ValueError if `format` is for text, and there is none."""
+    """Returns the time column as in a schema. Raises ValueError if `format` is for text, and the column has none."""
     if not any(kind in f.stored for kind in ("string", "null", "dictionary")):
         raise ValueError(f"time_format is for text, but column {f.name!r} holds {f.stored} values; leave it out")
     return {"column": f.name, "format": format}

@@ -360,7 +360,7 @@ class ByteStream:
 
 
 def prefetch(items: Iterator[T], *, depth: int = 1) -> Generator[T, None, None]:
-    """Yields the same items; a thread makes the next `depth` while the consumer works. Errors come in their place.
+    """Yields `items`; a thread makes the next `depth` while the consumer works. Errors come in their place.
 
     The thread and `items` end when this iterator is exhausted, closed or dropped.
     """

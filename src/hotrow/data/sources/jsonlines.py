@@ -42,7 +42,7 @@ class JsonReader:
     """Reads files of JSON Lines, with hive partition columns from their folders, for `KeptReader`.
 
     null_values: texts that mean a missing value, as in delimited text. values: "any": an array in a column of single
-    values, one within another and half of a surrogate pair are no faults of a line, as in rows to score.
+    values, one within another and half of a surrogate pair are not faults of a line, as in rows to score.
 
     Raises ValueError naming a file that holds no objects, or one array instead of a line for each row.
     """
@@ -64,8 +64,8 @@ class JsonReader:
         self._partition_types = {name: pa.string() for name in partition_types(files) if name not in self._kinds}
 
     def read_all(self, file_index: int) -> Iterator[Rows]:
-        """Yields the rows of one file with all members that they have. What a member is, the first lines say, or else
-        the first in which it comes."""
+        """Yields the rows of one file with all members that they have. The first lines say what a member is, or else
+        the first line that has it."""
         file, lines = self._files[file_index], text_lines(self._files[file_index])
         with naming(file):
             while block := list(islice(lines, ROWS_AT_ONCE)):
@@ -98,7 +98,7 @@ class JsonReader:
         return record
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """All members of all lines are columns."""
+        """Does nothing: all members of all lines are columns."""
 
     def _column(self, values: list[Any], kind: pa.DataType) -> Column:
         """Returns one column of members as they were parsed; as they are if it has text beside arrays, which a schema

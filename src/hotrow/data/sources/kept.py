@@ -24,7 +24,7 @@ from hotrow.data.sources.jsonlines import JsonReader
 from hotrow.data.sources.tabular import Rows, TableReader, TextReader
 
 IN_MEMORY_BYTES = 64 << 20
-"""Rows that take more go to disk."""
+"""Rows that take more than this go to disk."""
 LINE, MIXED = "\0line", "\0mixed "
 """Names that no file has: of the column of lines, and, with a name behind, of columns of several types, in JSON."""
 
@@ -41,7 +41,7 @@ class _Block:
 
 
 class KeptReader(TableReader):
-    """The rows of `inner`, which are read here, once; the file lies in the folder for temporary files ($TMPDIR)."""
+    """The rows of `inner`, which are read once; the file lies in the folder for temporary files ($TMPDIR)."""
 
     def __init__(self, inner: TextReader | JsonReader) -> None:
         self.inner, self._files, self.files = inner, inner._files, inner.files
@@ -66,7 +66,7 @@ class KeptReader(TableReader):
         return sum(map(self.rows_in, range(len(self.files)))), True
 
     def rows_in(self, file_index: int) -> int:
-        """How many rows a file has, without lines that are none."""
+        """How many rows a file has, without lines that are not rows."""
         return sum(block.num_rows for block in self._blocks[file_index])
 
     def line_of(self, file_index: int, record: int) -> int:

@@ -43,14 +43,14 @@ class Kind:
     reason: str
     is_number: bool = False
     ids: Literal["", "values", "buckets"] = ""
-    """What its ids are, if it has any."""
+    """The kind of its ids, if it has any."""
     buckets: tuple[float, ...] = ()
 
 
 def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform: str) -> Kind:
-    """Returns what a column is. numbers: a value per row, NaN = missing; positive: the labels, if they are known.
+    """Returns the kind of a column. numbers: a value per row, NaN = missing; positive: the labels, if they are known.
 
-    transform: what a dense input would be made by.
+    transform: that of a dense input.
     """
     missing = np.isnan(numbers)
     if positive is None:
@@ -158,7 +158,7 @@ def _some_popular(tally: Tally) -> bool:
 
 
 def cuts(tally: Tally, most: int) -> tuple[float, ...]:
-    """Returns the numbers between at most about `most` buckets with equally many rows, each with few digits."""
+    """Returns the boundaries between at most about `most` buckets with equally many rows, each with few digits."""
     place = np.flatnonzero(np.diff(buckets_of(tally, most)))
     return tuple(_between(float(tally.values[i]), float(tally.values[i + 1])) for i in place)
 

@@ -1,9 +1,9 @@
 """Finds columns that give the label away, because they cannot be known when a row is scored, in a sample of rows.
 
-The shape of a column tells, not its strength. It leaks if it has a value, or another value than nothing, for one of the
-two labels only; if it is nearly the label itself; or if it holds a time after the event's. A guessed schema leaves out
-such a column and says so (`guess.py`); a column that the user listed stays, and the run counts a warning. A column that
-is merely strong, as the best ids of click logs are, is named and stays.
+The shape of a column tells, not its strength. It leaks if it has a value, or a value that means something, for one of
+the two labels only; if it is nearly the label itself; or if it holds a time after the event's. A guessed schema leaves
+out such a column and says so (`guess.py`); a column that the user listed stays, and the run counts a warning. A column
+that is merely strong, as the best ids of click logs are, is named and stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRONG_AUC = 0.95
 LABEL_AUC = 0.999
 """Numbers whose order has a higher AUC are nearly the label."""
 LABEL_LEFT = 0.15
-"""So are values after which less than this share of the label's LogLoss is left."""
+"""Values are too, if less than this share of the label's LogLoss is left after them."""
 CHANCE = 1e-6
 """A column with values for one label only is a leak if chance explains it with less than this probability."""
 RARER, CHANCE_IF_RARER = 10, 1e-3

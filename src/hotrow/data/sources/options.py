@@ -16,7 +16,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 Role = Literal["categorical", "dense", "lists", "text", "exclude"]
-"""What a user may say that a column is."""
+"""The roles that a user may give a column."""
 Result = TypeVar("Result")
 
 
@@ -74,7 +74,7 @@ class ReadOptions:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> ReadOptions:
-        """Those among `options`, which loses them."""
+        """The read options in `options`, which are removed from it."""
         given = {name: options.pop(name) for name in NAMES if name in options}
         return cls(**{name: value for name, value in given.items() if value is not None})
 

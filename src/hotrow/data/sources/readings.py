@@ -48,7 +48,7 @@ CURRENCIES = frozenset(
 WRITTEN_SIGNS = ((".", None), (".", ","), (",", "."), (",", None), (",", " "), (".", " "), (".", "'"))
 """Decimal signs and signs between groups of digits; among equally good ones the first is taken."""
 LOOKED_AT = 1000
-"""So many different texts tell whether a column may hold numbers that are not written plainly."""
+"""The number of different texts that tell whether a column may hold numbers not written plainly."""
 NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
 """Words that appear in columns of floats; preparation refuses rows that have them."""
 MOSTLY_FIT = 0.9
@@ -57,7 +57,7 @@ MOSTLY_FIT = 0.9
 
 @dataclass(frozen=True)
 class Reading:
-    """What kind the values of a column are."""
+    """The kind of a column's values."""
 
     kind: str
     numbers: np.ndarray[Any, Any] | None = None
@@ -70,7 +70,7 @@ class Reading:
 
 
 def read_as(values: pa.Array, counts: Counts, num_rows: int) -> Reading:
-    """Returns what kind the values of a column are, but for as many odd ones as preparation takes for missing.
+    """Returns the kind of a column's values, apart from as many odd ones as preparation takes for missing.
 
     values: the distinct values that are not missing, by first appearance. counts: the rows of each. num_rows: all rows,
     those without a value among them.
@@ -167,7 +167,7 @@ def _is_list(texts: Sequence[str], spec: DenseSpec) -> bool:
 
 
 def time_formats(values: pa.Array, most: int) -> tuple[str, ...]:
-    """Returns the formats in TIME_FORMATS that read every value but `most`; none for ISO 8601, which needs none."""
+    """Returns the formats in TIME_FORMATS that read all but `most` values; none for ISO 8601, which needs none."""
     values = pc.unique(pc.utf8_trim_whitespace(values))
     most = min(most, len(values) // 10)
     if pc.sum(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py() >= len(values) - most:

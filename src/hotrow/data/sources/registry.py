@@ -127,7 +127,7 @@ class OpenedSource:
     encodings: Mapping[str, IdEncoding]
     """How raw ids are held, by feature."""
     notes: tuple[str, ...] = ()
-    """What was found out and not given."""
+    """What was found out rather than given."""
     warnings: tuple[str, ...] = ()
     """Columns that the user named although they seem to give the label away."""
     choices: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class OpenedSource:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Columns of the data that are not read, each with the reason."""
     clock: Mapping[str, list[Any]] = field(default_factory=dict)
-    """What a guessed schema has more if hours and weekdays are inputs."""
+    """What a guessed schema gains if hours and weekdays are inputs."""
 
     def with_schema(self, schema: Schema) -> OpenedSource:
         """Returns this source of tables, whose columns are read by another schema."""
@@ -174,7 +174,7 @@ def open_source(
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
     score: what is not of its column's kind is missing. rows: how many of the first rows are wanted. keep: columns that
-    chunks have unchanged too. progress: of a guess.
+    chunks also hold unchanged. progress: for a guess.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """

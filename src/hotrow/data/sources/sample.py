@@ -1,8 +1,8 @@
 """A bounded sample of a table: rows from the start, the middle and the end of every file.
 
 Columns that fill late, files sorted by a column and types that change on the way show only in rows from all over the
-files. Of text, which `kept.py` has read, and of frames runs of rows are taken; of Parquet, Feather and ORC rows from
-all over their groups. If the table is small, the sample is the whole table.
+files. Text, which `kept.py` has read, and frames give runs of rows; Parquet, Feather and ORC give rows from all over
+their groups. If the table is small, the sample is the whole table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SAMPLE_ROWS = 60_000
 NUM_PLACES = 16
 """Places in all files from which rows are taken; in each file there are three or more."""
 NUM_RUNS = 256
-"""Runs of rows that are taken of a frame."""
+"""Runs of rows that are taken from a frame."""
 MAX_FILES = 200
 """Files that are looked into; if there are more, these are spread evenly over them."""
 NUMBER = "\0number"
-"""A column for the rows' numbers, while rows are put together; no file has one called so."""
+"""A column for the rows' numbers, while rows are put together; no file has one of this name."""
 SKIPPED_VALUES = 8_000_000
 """Values of columnar files that are read to get at rows within their groups: a fifth of a second."""
 

@@ -65,7 +65,7 @@ class LabelSpec(_Column):
     """The label: 0/1 or true/false as stored; made from other values by `positive` or `at_least`; or any number."""
 
     name: str | None = Field(default=None, min_length=1)
-    """What metrics and scores call it. If None, it has the column's name."""
+    """Its name in metrics and scores. If None, it has the column's name."""
     kind: LabelKind = "binary"
     """binary: 0 or 1. number: any finite number, for a `model.objective` that predicts numbers."""
     positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
@@ -149,8 +149,8 @@ class CategoricalSpec(_Column):
     """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS. If None, the column holds
     lists."""
     buckets: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None = None
-    """Rising numbers that cut a column of numbers into buckets. A bucket is an id: how many of them are at most the
-    value. If None, the values are the ids."""
+    """Rising numbers that cut a column of numbers into buckets. A bucket's id is how many of these numbers are at most
+    the value. If None, the values are the ids."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> CategoricalSpec:
@@ -220,9 +220,9 @@ class StatisticSpec(_Strict):
     columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     """Features of one id per row, by name."""
     priors: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] = (1.0, 10.0, 100.0)
-    """Each makes one input: so many rows of the usual rate are added to those of the value."""
+    """Each makes one input: this many rows of the usual rate are added to the value's rows."""
     count: bool = False
-    """Makes one input more: the logarithm of 1 + the rows of the value."""
+    """Whether there is one more input: the logarithm of 1 + the rows of the value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -240,8 +240,8 @@ class StatisticSpec(_Strict):
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
-        """What makes the inputs, of the value's rows, its positives, all rows and all positives, or of the first of
-        these."""
+        """The transforms that make the inputs from the value's rows, its positives, all rows and all positives, or from
+        the first of these."""
         counts = (Transform("log1p_clip0"),) if self.count else ()
         return (*(Transform("target_stat", {"prior": prior}) for prior in self.priors), *counts)
 
@@ -262,7 +262,7 @@ class ExpireSpec(_Strict):
     """When an id loses its row, in a chain of days."""
 
     unused_days: int = Field(ge=1, le=MAX_COUNT)
-    """It does when no training row of this many days, the newest ones, has it."""
+    """An id loses its row when no training row of this many newest days has it."""
 
 
 class TableSpec(_Strict):
@@ -314,7 +314,7 @@ class Schema(_Strict):
 
     version: Literal[1] = 1
     labels: Annotated[tuple[LabelSpec, ...], BeforeValidator(_listed), Field(alias="label", min_length=1)]
-    """What a model predicts: one label, or a list of several."""
+    """The labels that a model predicts: one, or a list of several."""
     weight: WeightSpec | None = None
     """The column of sample weights. If None, every row counts 1."""
     time: TimeSpec | None = None
@@ -323,14 +323,14 @@ class Schema(_Strict):
     at_serving: dict[str, int | float | str] = {}
     """What a column counts as in all rows to score, which need not have it. Training and evaluation see it as it is."""
     transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
-    """Columns that are computed from columns: mappings from a transform's name to what it computes, of stored columns
-    and of those that entries before it compute."""
+    """Columns that are computed from columns: mappings from a transform's name to what it computes from stored columns,
+    and from columns that earlier entries compute."""
     statistics: tuple[StatisticSpec, ...] = ()
     """Inputs besides `dense` and `categorical`: the label's statistics by value."""
     statistics_by: str | None = None
-    """Which training rows a training row sees in its statistics: time, those of strictly earlier times; rows, those of
-    other folds, into which rows are drawn, or if they have a time, moments; the name of a feature, those of other folds
-    too, into which its values are drawn. If None, it is time if the schema has one, else rows."""
+    """Which training rows a training row sees in its statistics. time: rows of strictly earlier times. rows: rows of
+    other folds, which are drawn by row, or by moment if rows have a time. The name of a feature: rows of other folds,
+    which are drawn by its values. If None, it is time if the schema has one, else rows."""
     statistics_lag: Annotated[str, AfterValidator(_a_lag)] | None = None
     """How much older, such as 1d or 6h, rows must be to be seen in the statistics of time: training rows see those that
     train, other rows those of every split. If None, rows that do not train see the training rows."""
@@ -563,7 +563,7 @@ class Schema(_Strict):
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """Columns that say of a row what came of it, what it counts and when it was: label, weight, time."""
+        """The columns of label, weight and time."""
         return (*self.label_names, *self.weight_names, *(() if self.time is None else (self.time.column,)))
 
     @property
@@ -606,8 +606,8 @@ class Schema(_Strict):
         return parse_schema(value, where="options")
 
     def with_defaults(self) -> Schema:
-        """Returns this schema as `fit` takes it if nobody has written one: with statistics of every feature of one id
-        per row, and without rows for ids that are seen once, which have nothing to teach them but their label."""
+        """Returns this schema with the defaults of `fit`: statistics of every feature of one id per row, and no rows
+        for ids seen once, which could only learn that row's label."""
         single = [[c.column] for c in self.categorical if c.kind == "one_hot"]
         counted = single if self.label.kind == "binary" else []
         value = self.to_json() | {"tables": {DEFAULT: {"min_count": 2}}, "statistics": counted}

@@ -1,7 +1,7 @@
 """Chooses among many columns of numbers those that become inputs, by what each alone tells of the label.
 
-A model of thousands of columns, most of which tell nothing, learns their noise, and takes long. So beyond MANY they are
-ranked by their strength in sampled rows that train, and as many are taken as are, by that, mostly no chance.
+A model of thousands of columns, most of them useless, learns their noise, and takes long. So beyond MANY they are
+ranked by their strength in sampled rows that train, and taken while that is mostly not chance.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hotrow.data.sources.evidence import Floats, Tally, buckets_of
 MANY = 256
 """Columns of numbers up to which all are inputs, and the most that are taken of more."""
 FEWEST = 32
-"""Taken in any case: some may tell more together than alone."""
+"""Columns taken in any case: some may tell more together than alone."""
 MOST_IDS = 64
-"""The strongest, which are buckets and have statistics too: a model pairs each feature of ids with each other."""
+"""How many of the strongest are also buckets with statistics: a model pairs every feature of ids with every other."""
 MAY_BE_IDS = 1024
 """Whole numbers with more values may be names of users or items, whose order shows nothing; they are not ranked."""
 NUM_BUCKETS = 8

@@ -26,7 +26,7 @@ FOLD_SALT = 0xF0
 
 
 def uniform_of(seed: int, rows: NDArray[np.int64], *, salt: int) -> NDArray[np.float64]:
-    """Returns a number in [0, 1) for each row by its number, a function of (seed, salt, row number) alone.
+    """Returns a uniform draw in [0, 1) for each row, a function of (seed, salt, row number) alone.
 
     It is the upper 53 bits of splitmix64 (Steele, Lea, Flood 2014) of the row number, started from the mixed seed.
     """
@@ -125,7 +125,7 @@ class TimeHistogram:
         self._merge(*np.unique(time >> self.shift, return_counts=True))
 
     def merged(self, other: TimeHistogram) -> TimeHistogram:
-        """The rows that both have counted."""
+        """One histogram of the rows that this one and `other` have counted."""
         found = TimeHistogram(max_distinct=self.max_distinct)
         found.shift = max(self.shift, other.shift)
         for own in (self, other):

@@ -65,7 +65,7 @@ class Rows:
 
 
 class TableReader:
-    """Reads the files of one table. What is written out here holds for files whose lines are found one by one."""
+    """Reads the files of one table. The methods with a body hold for files whose lines are found one by one."""
 
     files: tuple[FileInfo, ...]
     """The files as they are now."""
@@ -77,7 +77,7 @@ class TableReader:
     """Columns that some files lack, by file; they are missing in its rows."""
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column if files have types for one of `columns` that do not go together."""
+        """Raises ValueError naming file and column if files have incompatible types for one of `columns`."""
 
     def line_of(self, file_index: int, record: int) -> int:
         """The line on which a record of a file begins; both count from 1."""
@@ -290,7 +290,7 @@ class ColumnarReader(TableReader):
 
 
 def united(schemas: Sequence[pa.Schema], files: Sequence[FileInfo]) -> tuple[pa.Schema, dict[str, list[str]]]:
-    """The columns of all files, by first appearance, in the type of the first file; and what a file lacks of them."""
+    """The columns of all files, by first appearance, in the type of the first file; and those that a file lacks."""
     kinds = {field.name: field.type for schema in reversed(schemas) for field in schema}
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
     of_files = [(info.path, {*schema.names}) for info, schema in zip(files, schemas, strict=True)]
@@ -367,7 +367,7 @@ class TextReader(TableReader):
         return self._heads[file_index]
 
     def renamed(self) -> dict[str, str]:
-        """Returns new and old name of each column of the first file whose name a column before it has too."""
+        """Returns new and old name of each column of the first file that repeats an earlier column's name."""
         _, stored, names = self._head(0)
         changed = zip(names, stored, strict=False)
         return {name: old for name, old in changed if name.strip() != old.strip()}

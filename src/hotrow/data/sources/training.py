@@ -2,7 +2,7 @@
 
 A split by time trains on the oldest rows; the column of times is read once for the exact cut. A random split is a
 function of the row's number among the rows that are kept. How many rows before it will be left out is not always known:
-a row counts as one that trains if it does whichever of them are.
+a row counts as one that trains if it trains whichever of them are left out.
 """
 
 from __future__ import annotations

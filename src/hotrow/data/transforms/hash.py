@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 def hash(ids: NDArray[np.uint64], *, buckets: int, seed: int = 0) -> NDArray[np.uint64]:
     """Returns f(h + (seed + 1) 0x9E3779B97F4A7C15) mod buckets [n], of the 64-bit hash h of an id, where f is the
-    finalizer of splitmix64 and the sum is modulo 2^64. Two seeds choose buckets independently of each other."""
+    finalizer of splitmix64 and the sum is modulo 2^64. Different seeds choose buckets independently."""
     if not 1 <= buckets < 2**63:
         raise ValueError(f"buckets is {buckets}; it must be from 1 to 2^63 - 1")
     if seed < 0:

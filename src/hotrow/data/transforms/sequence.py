@@ -13,8 +13,8 @@ def sequence(
     first: int | None = None,
     dedup: bool = False,
 ) -> NDArray[np.bool_]:
-    """Returns which ids stay: the `last` ones of each list, or the `first` ones. With `dedup` each list is first left
-    with one of its equal ids, the last one of them, or with `first` the first one."""
+    """Returns which ids stay: the `last` ones of each list, or the `first` ones. With `dedup`, equal ids of a list
+    first become one: the last of them, or with `first` the first."""
     if (last is None) == (first is None) and not (dedup and last is None):
         raise ValueError(f"last is {last} and first is {first}; give one of them, or dedup alone")
     for name, length in (("last", last), ("first", first)):
