@@ -408,13 +408,14 @@ def days(
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
     accept: Annotated[list[str] | None, typer.Option(help="A day to train on although its labels are odd.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more than a line a day.")] = False,
     set_: Set = None,
 ) -> Answer:
     """Do each day of a folder that is not done: prepare, score, train, export, apply. Kill it: it goes on."""
     from hotrow.days.walk import walk_days
 
     options = {"recipe": recipe, "schema": schema, "keep": keep, "overrides": set_ or (), "accept": accept or ()}
-    result = walk_days(logs, out, **vars(read), **options)
+    result = walk_days(logs, out, **vars(read), **options, verbose=verbose)
     shown = {name: value for name, value in result.items() if name not in ("status", "newest")}
     return result, lambda: _print_fields(shown)
 
