@@ -19,8 +19,6 @@ from rich.text import Text
 PLAIN_SECONDS = 10.0
 """The least time between two plain progress lines, so that the log of a long run stays readable."""
 REPORT_EVERY_S = 0.25
-WORTH_A_LINE_S = 1.0
-"""A stage that ends sooner gets no plain line."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
 
 @contextmanager
 def _lines() -> Iterator[ProgressCallback]:
-    stage, began, last, ended_at = "", 0.0, time.monotonic(), -1
+    ended: dict[str, int] = {}
 
     def text(report: Progress) -> str:
         left = "" if report.remaining_s is None else f", {duration(report.remaining_s)} left"
@@ -209,14 +207,11 @@ def _lines() -> Iterator[ProgressCallback]:
     with ProgressLine() as line:
 
         def show(report: Progress) -> None:
-            nonlocal stage, began, last, ended_at
-            if report.stage != stage:
-                stage, began, ended_at = report.stage, last, -1
-            last = time.monotonic()
-            if last - began < WORTH_A_LINE_S or report.rows_done == ended_at:
+            # What takes less than a second needs no line, nor does an end that was told.
+            if report.rows_done <= report.rows_per_s or ended.get(report.stage) == report.rows_done:
                 return
-            if report.rows_done >= report.rows_total and ended_at < 0:
-                ended_at = report.rows_done
+            if report.rows_done >= report.rows_total and report.stage not in ended:
+                ended[report.stage] = report.rows_done
                 line.say(text(report))
             else:
                 line.update(lambda: text(report))

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from inspect import Parameter, signature, unwrap
 from pathlib import Path
@@ -233,7 +233,7 @@ def init(
 
     found = run_init(paths[0] if len(paths) == 1 else paths, model=model, out=out, **vars(read))
     result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
-    return result, lambda: _print_init(result)
+    return {**result, "columns": [asdict(guess) for guess in found.columns]}, lambda: _print_init(result)
 
 
 @verb("prepare", home="hotrow.data.prepare.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
