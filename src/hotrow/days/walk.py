@@ -163,6 +163,7 @@ def walk_days(
                 _finish(walk, chain, keep)
         except _Interrupted as stopped:
             status = {"status": "interrupted", "signal": stopped.args[0]}
+            say("stopped; the same command goes on")
         if before == len(chain.days):
             _finish(walk, chain, keep)
     return {

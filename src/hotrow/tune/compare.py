@@ -8,7 +8,6 @@ the true error larger. What another seed would give is not in it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -107,8 +106,7 @@ def differences(options: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str,
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """By dotted name, as many of its last parts as tell it from the others."""
     ends = {name: [name.split(".", k)[-1] for k in range(name.count("."), -1, -1)] for name in names}
-    often = Counter(end for own in ends.values() for end in own)
-    return {name: next((end for end in own if often[end] == 1), name) for name, own in ends.items()}
+    return {name: next((e for e in own if sum(e in o for o in ends.values()) == 1), name) for name, own in ends.items()}
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:

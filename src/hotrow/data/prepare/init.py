@@ -41,8 +41,6 @@ class InitResult:
 
     found: str
     """What the data is, in words."""
-    source: str | None
-    """The source's name for `hotrow prepare`; None for a packed dataset."""
     schema: str | None
     """YAML of the schema; None if none is needed."""
     recipe: str
@@ -104,7 +102,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
         fitting = (name for name, own in OBJECTIVES.items() if own.label in (info.labels[0].kind, "number"))
         recipe = render(str(paths), num_rows, exact=True, objective=read.objective or next(fitting))
-        return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
+        return InitResult(found, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
     source = None if read.hints else recognise(paths)
     if source is not None:
@@ -113,7 +111,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
         recipe = render(data, num_rows, exact=False, objective=read.objective)
-        return InitResult(f"{source} in its published layout", source, None, recipe, commands)
+        return InitResult(f"{source} in its published layout", None, recipe, commands)
     guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
     source = tell_format(paths)
@@ -123,7 +121,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
     )
     found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     recipe = render(data, int(0.8 * guess.num_rows), exact=False, objective=read.objective)
-    return InitResult(found, source, render_schema(guess), recipe, commands, columns=tuple(guess.guesses))
+    return InitResult(found, render_schema(guess), recipe, commands, columns=tuple(guess.guesses))
 
 
 def _training_rows(num_rows: int, schema: Schema) -> int:

@@ -183,8 +183,8 @@ def _is_joined_by_commas(values: pa.Array, counts: Counts) -> bool:
     items, cell = pc.utf8_trim_whitespace(pc.list_flatten(cells)), pc.list_parent_indices(cells).to_numpy()
     rows, is_first = counts[several][cell], np.diff(cell, prepend=-1) > 0
     begins = mask_of(pc.is_in(items, items.filter(pa.array(is_first))))
-    is_small = 5 * len(pc.unique(items)) <= rows.sum()
-    return bool(is_small and rows[begins & ~is_first].sum() > 0.2 * rows[~is_first].sum())
+    is_small_set = 5 * len(pc.unique(items)) <= rows.sum()
+    return bool(is_small_set and rows[begins & ~is_first].sum() > 0.2 * rows[~is_first].sum())
 
 
 def _is_joined_by_blanks(values: pa.Array, counts: Counts) -> bool:

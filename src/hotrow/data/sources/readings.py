@@ -162,9 +162,9 @@ def _rests(values: pa.Array) -> tuple[list[str], Counter[str]]:
 def currencies(values: pa.Array) -> tuple[str, ...]:
     """The currencies of a column of text that holds amounts of money in several; else none."""
     texts, rests = _rests(values)
-    found = [rest for rest, _ in rests.most_common() if rest not in ("", "%") and _is_unit(rest)]
-    is_money = sum(rests[rest] for rest in ("", *found)) >= MOSTLY_FIT * len(texts)
-    return tuple(found) if is_money and len(found) > 1 else ()
+    found = tuple(rest for rest in rests if rest not in ("", "%") and _is_unit(rest))
+    num_fit = sum(rests[rest] for rest in ("", *found))
+    return found if len(found) > 1 and num_fit >= MOSTLY_FIT * len(texts) else ()
 
 
 def _is_unit(text: str) -> bool:
