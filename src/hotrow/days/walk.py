@@ -18,7 +18,6 @@ import os
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -33,7 +32,7 @@ from pydantic.dataclasses import dataclass as record
 from hotrow.api import Run
 from hotrow.base.door import is_taken, make_folder, remove
 from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes, remove_unheld, sync_folder
-from hotrow.base.progress import ProgressCallback, num_of, progress_bar, say
+from hotrow.base.progress import num_of, progress_bar, say
 from hotrow.base.records import STRICT, Document, nearest
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
 from hotrow.data.chunk import NoRowsError
@@ -104,9 +103,6 @@ class _Walk:
 
     def place(self, kind: str, day: str) -> Path:
         return self.chain / kind / day
-
-    def progress(self) -> AbstractContextManager[ProgressCallback | None]:
-        return progress_bar() if self.verbose else nullcontext()
 
 
 @with_read_options
@@ -407,7 +403,7 @@ def _prepared(walk: _Walk, name: str, path: Path, before: str | None) -> PackedD
         given: dict[str, Any] = {"skip_bad_rows": walk.read.skip_bad_rows, "base": base}
         if base is None:
             given = {**vars(walk.read), "schema": walk.schema, "base": NO_BASE}
-        with walk.progress() as progress:
+        with progress_bar(quiet=not walk.verbose) as progress:
             announce = say if walk.verbose else None
             prepare = partial(run_prepare, "auto", str(path), out, announce=announce, progress=progress, **given)
             try:
@@ -460,7 +456,7 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
     for path in (delta, version):  # from the first day on, for servers to be started with
         path.parent.mkdir(exist_ok=True)  # as the umask says, like what is in it
     if not is_taken(out):
-        with walk.progress() as progress:
+        with progress_bar(quiet=not walk.verbose) as progress:
             run.export(out, since=since, progress=progress)
     if not is_taken(version):
         apply_delta(model, delta, version)
