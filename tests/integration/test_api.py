@@ -180,7 +180,7 @@ def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
     with monkeypatch.context() as patch:
         small = {"options": Options(rows_per_chunk=50)}
         patch.setattr(choice, "prepare", lambda opened, out, **how: prepare(opened, out, **(how | small)))
-        patch.setattr(choice, "progress_bar", lambda: nullcontext(press))
+        patch.setattr(choice, "progress_bar", lambda **_: nullcontext(press))
         with pytest.raises(Interrupted, match="run the same command to continue"):
             hotrow.fit(data, **options)
     begun = sorted(path.parent for path in Path().glob("**/run.json"))

@@ -85,6 +85,10 @@ def test_the_report_says_what_the_first_run_found(once_and_twice: tuple[hotrow.R
     assert not how_selected(hotrow.load(run.path / "selection").folder.facts())
 
 
+def test_a_run_whose_steps_were_found_is_not_to_train_on(once_and_twice: tuple[hotrow.Run, hotrow.Run]) -> None:
+    assert ["Train on" in run.folder.commands() for run in once_and_twice] == [True, False]
+
+
 def test_losses_of_parts_are_kept_where_they_are_read(once_and_twice: tuple[hotrow.Run, hotrow.Run]) -> None:
     once, twice = once_and_twice
     for run, kept in ((hotrow.load(twice.path / "selection"), True), (once, False)):

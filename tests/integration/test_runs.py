@@ -15,8 +15,8 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.tune.compare import compare
-from hotrow.tune.listing import list_runs, remove_run
+from hotrow.tune.compare import compare, short_names
+from hotrow.tune.listing import lines_of, list_runs, remove_run
 
 
 def train(data: Path, run: Path, by: str | None = None, **options: Any) -> RunFolder:
@@ -45,6 +45,12 @@ def test_the_list_has_each_run_and_what_differs(work: Path) -> None:
     assert b["options"] == {"train.batch_size": "16", "train.seed": "2"}
     assert a["metrics"]["auc"] == load(a["run"]).metrics["auc"]
     assert a["bytes"] > 0 and a["samples_per_s"] > 0
+    assert "batch_size 16, seed 2" in lines_of([a, b])[2]
+
+
+def test_names_are_short_but_no_two_are_one() -> None:
+    names = ["optimizer.dense.lr", "model.dense.lr", "train.seed", "name", "model.name"]
+    assert [*short_names(names).values()] == ["optimizer.dense.lr", "model.dense.lr", "seed", "name", "model.name"]
 
 
 def test_a_run_that_was_killed_or_damaged_is_in_the_list(work: Path, tmp_path: Path) -> None:

@@ -86,10 +86,12 @@ def bits(chain: Path) -> dict[str, Any]:
     return found | {name: file_hashes(chain / name) for name in ("data", "deltas", "model")}
 
 
-def hotrow_in(folder: Path, *words: object) -> None:
+def hotrow_in(folder: Path, *words: object) -> list[str]:
+    """Lines on stderr."""
     with chdir(folder):
         done = mutate.run_command([*map(str, words)])
     assert done.code == 0, done.err
+    return done.err.splitlines()
 
 
 def test_the_one_command_is_the_commands_by_hand(logs: Path, chain: Path, tmp_path: Path) -> None:
@@ -267,10 +269,15 @@ def test_a_chain_without_schema_and_recipe(tmp_path: Path) -> None:
     for number in (1, 2):
         write_day(tmp_path / "logs" / f"2026-11-0{number}.csv", number, 300)
     words = ("days", "logs", "--out", "chain", "--label", "click", "--time", "ts", "--set", "train.max_steps=20")
-    hotrow_in(tmp_path, *words)
+    said = hotrow_in(tmp_path, *words)
     assert (tmp_path / "chain" / "recipe.yaml").is_file()
     assert {path.name for path in (tmp_path / "chain" / "runs").iterdir()} == {"2026-11-01", "2026-11-02"}
-    hotrow_in(tmp_path, *words)
+    first = RunFolder.open(tmp_path / "chain" / "runs" / "2026-11-01").record
+    count = sum(warning["count"] for warning in first.warnings.values())
+    assert len(said) == 2 and count and f"{count} warnings" in said[0] and "warning" not in said[1]
+    write_day(tmp_path / "logs" / "2026-11-03.csv", 3, 300)
+    assert len(hotrow_in(tmp_path, *words, "-v")) > 5
+    assert not hotrow_in(tmp_path, *words)
 
 
 def test_ids_that_expire_are_told(logs: Path, tmp_path: Path) -> None:

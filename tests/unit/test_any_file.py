@@ -3,6 +3,7 @@
 import gzip
 import os
 import pickle
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -308,3 +309,29 @@ def test_text_with_blanks_and_brackets_is_no_list(texts: list[str]) -> None:
         assert column.separator is None
     frame = frame.set_column(2, "tags", pa.array([texts[i % len(texts)] for i in range(N)]))
     assert not any("separator" in guess.spec for guess in guess_columns(frame, label="y").guesses)
+
+
+def test_items_between_commas_are_told_from_places_and_names(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    tags = [rng.sample("abcde", rng.randint(1, 4)) for _ in range(N)]
+    columns = {
+        "tags": [",".join(own) for own in tags],
+        "genres": [", ".join(sorted(rng.sample("abcde", 3))) for _ in range(N)],
+        "place": [f"{rng.choice(['Rome', 'Oslo'])},{rng.choice(['Italy', 'Norway'])}" for _ in range(N)],
+        "name": [f"{rng.choice('abcdefgh')},a{rng.randint(1, 10_000)}" for _ in range(N)],
+        "seldom": ["b,a" if i % 5 == 0 else "a" for i in range(N)],
+    }
+    pyarrow.csv.write_csv(pa.table({"y": LABELS, "item": ITEMS, **columns}), tmp_path / "x.csv")
+    schema = guess_columns(tmp_path / "x.csv", label="y").schema()
+    assert {c.column: c.separator for c in schema.categorical if c.separator} == {"tags": ",", "genres": ", "}
+    assert read(ColumnsSource(tmp_path / "x.csv", schema))["tags"] == tags
+
+
+def test_amounts_in_several_currencies_are_named_with_the_cure() -> None:
+    price = [f"{'$€£'[i % 3]}{i + 1}" for i in range(N)]
+    frame = pa.table({"y": LABELS, "item": ITEMS, "price": price, "paid": [f"${i}" for i in range(N)]})
+    (note,) = (note for note in guess_columns(frame, label="y").notes if "$, €, £" in note)
+    assert "column price " in note and "--exclude price" in note
+    assert not any("$" in note for note in guess_columns(frame, label="y", exclude=["price"]).notes)
+    with pytest.raises(ValueError, match=r"'price'.*\$, €, £.*--exclude price"):
+        guess_columns(frame, label="y", dense=["price"])

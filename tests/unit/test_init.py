@@ -62,7 +62,7 @@ def test_folders_that_name_a_column_are_all_looked_at(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         pq.write_table(clicks(), folder / "part.parquet")
     guess = guess_columns(tmp_path)
-    assert "text, 2 values" in {g.column: g.reason for g in guess.of("categorical")}["region"]
+    assert "text: 2 different values" in {g.column: g.reason for g in guess.of("categorical")}["region"]
     assert "the same value" in {g.column: g.reason for g in guess.of("")}["country"]
 
 
@@ -218,8 +218,7 @@ def test_known_layouts_need_no_schema(tmp_path: Path, source: str) -> None:
     path = tmp_path / "logs.txt"
     path.write_text(LAYOUTS[source] + "\n")
     result = run_init(path)
-    assert (result.source, result.schema) == (source, None)
-
+    assert result.commands[0].startswith(f"hotrow prepare {source} ") and result.schema is None
     assert yaml.safe_load(result.recipe)["data"] == f"data/{source}"
 
 
@@ -228,9 +227,17 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     result = run_init(tmp_path / "x.parquet", out=tmp_path / "new", data="data/mine")
     assert [path.name for path in result.files] == ["schema.yaml", "recipe.yaml"]
     assert load_schema(tmp_path / "new" / "schema.yaml").label.column == "click"
-
     with pytest.raises(ValueError, match=r"recipe\.yaml exists and will not be overwritten"):
         run_init(tmp_path / "x.parquet", out=tmp_path / "new")
+
+
+def test_figures_behind_a_guess_are_in_the_json_alone(tmp_path: Path, command: Any) -> None:
+    pq.write_table(clicks(), tmp_path / "x.parquet")
+    found = command("init", tmp_path / "x.parquet", "--out", tmp_path / "new", "--json")["columns"]
+    assert {own["column"] for own in found} == {*clicks().column_names}
+    (user,) = (own for own in found if own["column"] == "user_id" and own["role"] == "categorical")
+    assert "LogLoss" in user["evidence"] and user["reason"] in (schema := (tmp_path / "new/schema.yaml").read_text())
+    assert not any(own["evidence"] in schema for own in found if own["evidence"])
 
 
 @looped("model", MODELS)

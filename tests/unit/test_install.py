@@ -1,15 +1,18 @@
-"""The install steps behind `make`, by stub interpreters and a stub pip: what is kept, pinned and said, nothing fetched.
+"""The install steps behind `make`, by stub interpreters and a stub pip: what is kept, pinned and said, nothing fetched
+but by the last test, which tries the wheel.
 
 That a torch of the calling environment is kept is seen by importing it in the .venv that was made.
 """
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
 
@@ -170,3 +173,29 @@ def test_a_pip_that_fails_ends_with_its_status(venv: ModuleType) -> None:
     with pytest.raises(SystemExit) as ended:
         venv.install_packages(["test"])
     assert ended.value.code == 7
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="it compiles, and fetches torch: CI=true make test-package")
+def test_the_wheel_alone_runs_in_an_empty_environment(tmp_path: Path) -> None:
+    def run(*words: object) -> str:
+        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run([*map(str, words)], cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    known = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.*")}
+    made = ("hotrow/_native", "hotrow-0.1.0.dist-info/")
+    assert {name for name in ZipFile(wheel).namelist() if not name.startswith(made)} <= known, "no tests, no docs"
+    run(sys.executable, "-m", "venv", "own")
+    run("own/bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+    run("own/bin/hotrow", "--help")
+    before = os.times()
+    run("own/bin/hotrow", "--help")
+    now = os.times()
+    spent_s = now.children_user + now.children_system - before.children_user - before.children_system
+    assert spent_s <= 0.5, "the command line answers before torch is loaded"
+    (tmp_path / "x.csv").write_text("click,item\n" + "".join(f"{i % 3 % 2},i{i % 7}\n" for i in range(500)))
+    assert json.loads(run("own/bin/hotrow", "fit", "x.csv", "--json").splitlines()[-1])["status"] == "finished"
+    shutil.rmtree(tmp_path)  # over a gigabyte

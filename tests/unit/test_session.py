@@ -222,6 +222,19 @@ def test_rate_and_remaining_time_count_from_where_this_process_began(clock: Cloc
     ]
 
 
+def test_only_stages_of_over_a_second_get_a_line_and_one_each(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_bar() as show:
+        for stage, seconds in (("count", 0.4), ("encode", 1.5)):
+            meter = ProgressMeter(show, stage, rows_total=3000)
+            clock.now += seconds / 2
+            meter.update(1000)
+            clock.now += seconds / 2
+            meter.update(3000)
+            meter.finish(3000)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "encode: 3,000 of 3,000 rows" in said[0]
+
+
 def test_a_slow_start_is_not_counted_into_the_time_left() -> None:
     """Three seconds for the first of a thousand steps, then ten milliseconds each."""
     left = TimeLeft()

@@ -158,13 +158,13 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[ProgressCallback]:
-    """Yields a callback that shows rows, rate and remaining time on stderr.
+def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback]:
+    """Yields a callback that shows rows, rate and remaining time on stderr, or nothing if `quiet`.
 
     On a terminal there is one bar per stage; elsewhere there are timed lines, as a bar would appear only at the end.
     """
     console = Console(stderr=True)
-    with _bars(console) if console.is_terminal else _lines() as show:
+    with _bars(console) if console.is_terminal and not quiet else _lines(quiet=quiet) as show:
         yield show
 
 
@@ -200,19 +200,22 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
 
 
 @contextmanager
-def _lines() -> Iterator[ProgressCallback]:
-    ended: set[str] = set()
+def _lines(*, quiet: bool) -> Iterator[ProgressCallback]:
+    ended: dict[str, int] = {}
 
     def text(report: Progress) -> str:
         left = "" if report.remaining_s is None else f", {duration(report.remaining_s)} left"
         done = f"{report.rows_done:,} of {report.rows_total:,} {report.unit}"
         return f"{report.stage}: {done}, {rate(report.rows_per_s)}/s{left}"
 
-    with ProgressLine() as line:
+    with ProgressLine(quiet=quiet) as line:
 
         def show(report: Progress) -> None:
+            # What takes less than a second needs no line, nor does an end that was told.
+            if report.rows_done <= report.rows_per_s or ended.get(report.stage) == report.rows_done:
+                return
             if report.rows_done >= report.rows_total and report.stage not in ended:
-                ended.add(report.stage)
+                ended[report.stage] = report.rows_done
                 line.say(text(report))
             else:
                 line.update(lambda: text(report))

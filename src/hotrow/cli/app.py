@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from inspect import Parameter, signature, unwrap
 from pathlib import Path
@@ -233,7 +233,7 @@ def init(
 
     found = run_init(paths[0] if len(paths) == 1 else paths, model=model, out=out, **vars(read))
     result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
-    return result, lambda: _print_init(result)
+    return {**result, "columns": [asdict(guess) for guess in found.columns]}, lambda: _print_init(result)
 
 
 @verb("prepare", home="hotrow.data.prepare.prepare", example="hotrow prepare criteo train.txt --out data/criteo")
@@ -408,13 +408,14 @@ def days(
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
     accept: Annotated[list[str] | None, typer.Option(help="A day to train on although its labels are odd.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more than a line a day.")] = False,
     set_: Set = None,
 ) -> Answer:
     """Do each day of a folder that is not done: prepare, score, train, export, apply. Kill it: it goes on."""
     from hotrow.days.walk import walk_days
 
     options = {"recipe": recipe, "schema": schema, "keep": keep, "overrides": set_ or (), "accept": accept or ()}
-    result = walk_days(logs, out, **vars(read), **options)
+    result = walk_days(logs, out, **vars(read), **options, verbose=verbose)
     shown = {name: value for name, value in result.items() if name not in ("status", "newest")}
     return result, lambda: _print_fields(shown)
 

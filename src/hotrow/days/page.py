@@ -53,12 +53,10 @@ class DoneDay:
     seconds: dict[str, Amount]
     """How long the last call took to prepare, train and export it."""
 
-    def line(self, objective: Objective) -> str:
-        """Returns the figures in a line."""
-        told = "first day" if self.metrics is None else f"before training {objective.line(self.metrics)}"
-        lost = "" if self.unknown is None else f"; {self.unknown:.1%} of lookups unknown, {self.new_rows:,} new rows"
-        sent = f"{'model' if self.metrics is None else 'delta'} of {size(self.published_bytes)}"
-        return f"{self.name}: {self.rows:,} rows; {told}{lost}; {sent}; {sum(self.seconds.values()):.1f} s"
+    def line(self, objective: Objective, before: str | None) -> str:
+        """The day in a line: its rows, what the model of the day `before` made of them, the version, seconds."""
+        told = "the first day" if self.metrics is None else f"model of {before} {objective.line(self.metrics)}"
+        return f"{self.name}: {self.rows:,} rows, {told}, versions/{self.name}, {sum(self.seconds.values()):.1f} s"
 
 
 def write_page(path: Path, name: str, days: Sequence[DoneDay], objective: Objective) -> None:

@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass as record
 from hotrow.api import Run
 from hotrow.base.door import is_taken, make_folder, remove
 from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes, remove_unheld, sync_folder
-from hotrow.base.progress import progress_bar, say
+from hotrow.base.progress import num_of, progress_bar, say
 from hotrow.base.records import STRICT, Document, nearest
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
 from hotrow.data.chunk import NoRowsError
@@ -99,6 +99,7 @@ class _Walk:
     schema: Path | str | None
     overrides: Sequence[str]
     accept: Collection[str]
+    verbose: bool
 
     def place(self, kind: str, day: str) -> Path:
         return self.chain / kind / day
@@ -115,6 +116,7 @@ def walk_days(
     overrides: Sequence[str] = (),
     keep: int = 2,
     accept: Collection[str] = (),
+    verbose: bool = False,
 ) -> dict[str, Any]:
     """Does the days of `logs` that the chain in `out` has not done yet; called again after a stop, it goes on.
 
@@ -124,13 +126,14 @@ def walk_days(
     {read}
     overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay.
     accept: days that train although their labels are odd: all equal, or one value ten times as frequent as before.
+    verbose: say all that preparation, training and exports say, and not one line a day alone.
 
     A day without a row, and a file that holds no rows, is passed over, and a line says so. Returns how many days are
     done, which of them by this call, and the newest one's figures; with `status` "interrupted" and `signal`, if
     training was stopped. Raises ValueError if a day that is done has changed, if a new day comes before one that is
     done, or if the labels of a day are odd; and as preparation, training and exports do.
     """
-    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, accept)
+    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, accept, verbose)
     _check_options(walk, keep)
     paths = _days_in(walk.logs, walk.chain)
     if unknown := [name for name in accept if name not in paths]:
@@ -156,6 +159,7 @@ def walk_days(
                 _finish(walk, chain, keep)
         except _Interrupted as stopped:
             status = {"status": "interrupted", "signal": stopped.args[0]}
+            say("stopped; the same command goes on")
         if before == len(chain.days):
             _finish(walk, chain, keep)
     return {
@@ -303,7 +307,8 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     before = days[-1].name if days else None
     if not any(stat.st_size for stat in _files_of(walk, path).values()):
         raise NoRowsError(f"{path} is empty")
-    say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
+    if walk.verbose:
+        say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
     clock = [time.monotonic()]
     dataset = _prepared(walk, name, path, before)
     files = _files_of(walk, path)
@@ -324,7 +329,9 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
         published_bytes=published,
         seconds={what: round(b - a, 3) for what, (a, b) in zip(STEPS, pairwise(clock), strict=True)},
     )
-    say(done.line(run.record.trained_for))
+    count = sum(warning["count"] for warning in run.record.warnings.values())
+    counted = f", {num_of(count, 'warning')} in {run.path / RUN}" if count and not walk.verbose else ""
+    say(done.line(run.record.trained_for, before) + counted)
     return done
 
 
@@ -396,8 +403,9 @@ def _prepared(walk: _Walk, name: str, path: Path, before: str | None) -> PackedD
         given: dict[str, Any] = {"skip_bad_rows": walk.read.skip_bad_rows, "base": base}
         if base is None:
             given = {**vars(walk.read), "schema": walk.schema, "base": NO_BASE}
-        with progress_bar() as progress:
-            prepare = partial(run_prepare, "auto", str(path), out, announce=say, progress=progress, **given)
+        with progress_bar(quiet=not walk.verbose) as progress:
+            announce = say if walk.verbose else None
+            prepare = partial(run_prepare, "auto", str(path), out, announce=announce, progress=progress, **given)
             try:
                 prepare()
             except OtherWorkError:  # a call before this one ended with an error of the day's rows, which were mended
@@ -417,7 +425,7 @@ def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None)
     """Returns the finished run of a day. Raises _Interrupted if a signal stops it."""
     path = walk.place("runs", name)
     if is_taken(path / CONFIG):
-        folder = resume(path)
+        folder = resume(path, quiet=not walk.verbose)
     else:
         remove(path)  # a kill came before its first step
         overrides = [f"data={json.dumps(str(dataset.path))}", f"run={json.dumps(str(path))}"]
@@ -435,7 +443,7 @@ def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None)
                 f"--set model.{other}: a chain of days has one model, because a delta changes weights and ids alone: "
                 "leave it out, or begin another chain with --out"
             )
-        folder = train(own)
+        folder = train(own, quiet=not walk.verbose)
     if folder.record.status == "interrupted":
         raise _Interrupted(folder.record.signal)
     return folder
@@ -448,7 +456,7 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
     for path in (delta, version):  # from the first day on, for servers to be started with
         path.parent.mkdir(exist_ok=True)  # as the umask says, like what is in it
     if not is_taken(out):
-        with progress_bar() as progress:
+        with progress_bar(quiet=not walk.verbose) as progress:
             run.export(out, since=since, progress=progress)
     if not is_taken(version):
         apply_delta(model, delta, version)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,7 +87,7 @@ class Asked:
         if is_taken(out / MANIFEST):
             say(f"{out} is prepared already")
             return PackedDataset.open(out)
-        with folder, nullcontext() if self.quiet else progress_bar() as progress:
+        with folder, progress_bar(quiet=self.quiet) as progress:
             return prepare(opened, out, options=Options(sample=sample), progress=progress, announce=say, rows=rows)
 
     def config(self, folder: RunFolder, dataset: PackedDataset) -> Config:

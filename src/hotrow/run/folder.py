@@ -243,7 +243,7 @@ class RunFolder:
             }
         if self.record.status != "finished":
             commands = {"Resume it": resume_command(self.path), **commands}
-        elif self.record.ended == ALL_DONE:
+        elif self.record.ended == ALL_DONE and not is_taken(self.selection / RUN):  # which found how long to train
             commands["Train on"] = f"{resume_command(self.path)} --set train.epochs=MORE"
         return commands
 

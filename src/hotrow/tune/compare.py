@@ -8,7 +8,7 @@ true error larger. It leaves out what another seed would give.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean, stdev
@@ -101,6 +101,12 @@ def differences(options: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str,
     names = dict.fromkeys(name for own in options.values() for name in own if name != "run")
     values = {name: {run: own[name] for run, own in options.items() if name in own} for name in names}
     return {name: own for name, own in values.items() if len(own) < len(options) or len({*own.values()}) > 1}
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """By dotted name, as many of its last parts as tell it from the others."""
+    ends = {name: [name.split(".", k)[-1] for k in range(name.count("."), -1, -1)] for name in names}
+    return {name: next((e for e in own if sum(e in o for o in ends.values()) == 1), name) for name, own in ends.items()}
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:

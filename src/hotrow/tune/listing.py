@@ -13,7 +13,7 @@ from hotrow.base.progress import rate
 from hotrow.objectives.objective import shown
 from hotrow.run.folder import RUN, RunFolder
 from hotrow.run.runs import remove_left_rows
-from hotrow.tune.compare import differences, in_columns
+from hotrow.tune.compare import differences, in_columns, short_names
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
@@ -55,16 +55,17 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     """Formats the result of `list_runs` as lines for people."""
     names = dict.fromkeys(name for row in rows for name in row.get("metrics", ()))
     head = ["run", "status", *names, "samples/s", "size", "options that differ"]
-    return in_columns([head, *(_cells(row, names) for row in rows)]) if rows else ["no runs"]
+    short = short_names({name for row in rows for name in row.get("options", ())})
+    return in_columns([head, *(_cells(row, names, short) for row in rows)]) if rows else ["no runs"]
 
 
-def _cells(row: Mapping[str, Any], names: Mapping[str, None]) -> list[str]:
+def _cells(row: Mapping[str, Any], names: Mapping[str, None], short: Mapping[str, str]) -> list[str]:
     if "reason" in row:
         return [row["run"], row["status"], *("" for _ in names), "", "", row["reason"]]
     status = row["status"] + (" (val)" if row["split"] == "val" else "")
     metrics = [shown(row["metrics"][name]) if name in row["metrics"] else "" for name in names]
     speed = rate(row["samples_per_s"]) if row["samples_per_s"] else ""
-    options = " ".join(f"{name}={value}" for name, value in row["options"].items() if value is not None)
+    options = ", ".join(f"{short[name]} {value}" for name, value in row["options"].items() if value is not None)
     return [row["run"], status, *metrics, speed, size(row["bytes"]), options]
 
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hotrow.config.load import make_config, set_field
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.sources.columns import left_out
+from hotrow.data.sources.facts import Guess
 from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
@@ -40,8 +41,6 @@ class InitResult:
 
     found: str
     """The data in words."""
-    source: str | None
-    """The source's name for `hotrow prepare`; None for a packed dataset."""
     schema: str | None
     """YAML of the schema; None if none is needed."""
     recipe: str
@@ -50,6 +49,8 @@ class InitResult:
     """Commands to run next, in order."""
     files: tuple[Path, ...] = ()
     """Files written."""
+    columns: tuple[Guess, ...] = ()
+    """The guess about each column, if a schema is needed."""
 
 
 @with_read_options
@@ -82,7 +83,7 @@ def run_init(
         with atomic_write(path) as file:
             file.write((texts[path.name] or "").encode())
     commands = tuple(re.sub(rf"\b({SCHEMA_FILE}|{RECIPE_FILE})\b", rf"{folder}/\1", c) for c in result.commands)
-    return InitResult(result.found, result.source, result.schema, result.recipe, commands, tuple(written))
+    return replace(result, commands=commands, files=tuple(written))
 
 
 def _check_absent(path: Path) -> None:
@@ -101,7 +102,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
         fitting = (name for name, own in OBJECTIVES.items() if own.label in (info.labels[0].kind, "number"))
         recipe = render(str(paths), num_rows, exact=True, objective=read.objective or next(fitting))
-        return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
+        return InitResult(found, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
     source = None if read.hints else recognise(paths)
     if source is not None:
@@ -110,7 +111,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
         recipe = render(data, num_rows, exact=False, objective=read.objective)
-        return InitResult(f"{source} in its published layout", source, None, recipe, commands)
+        return InitResult(f"{source} in its published layout", None, recipe, commands)
     guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
     source = tell_format(paths)
@@ -120,7 +121,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given:
     )
     found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     recipe = render(data, int(0.8 * guess.num_rows), exact=False, objective=read.objective)
-    return InitResult(found, source, render_schema(guess), recipe, commands)
+    return InitResult(found, render_schema(guess), recipe, commands, columns=tuple(guess.guesses))
 
 
 def _training_rows(num_rows: int, schema: Schema) -> int:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from hotrow.data.cells import JSON_LISTS, is_list, is_number, is_text, mask_of, plain, to_label
 from hotrow.data.chunk import most_odd
-from hotrow.data.sources.readings import ODD_SHARE, Counts, read_as, time_formats
+from hotrow.data.sources.readings import ODD_SHARE, Counts, currencies, read_as, time_formats
 from hotrow.data.sources.schema import LabelSpec
 
 SHOWN_VALUES = 8
@@ -66,15 +66,17 @@ class ColumnFacts:
     """How numbers are written in text, as in a schema; empty if plainly."""
     time_formats: tuple[str, ...] = ()
     """For text with times that are not in ISO 8601: the strptime formats that read all of them."""
+    currencies: tuple[str, ...] = ()
+    """For text with amounts of money in several: their signs."""
 
     @property
-    def cardinality(self) -> str:
-        """Distinct values; if the sample is too small for all of them, with a lower estimate (Chao 1984)."""
+    def in_all(self) -> str:
+        """How many values there may be, if the sample is too small for all of them: a lower estimate (Chao 1984)."""
         twice = max(1, (self.num_distinct - self.num_once) // 2)
         estimate = self.num_distinct + self.num_once**2 / (2 * twice)
         if self.num_once < 0.02 * self.num_distinct:
-            return f"{self.num_distinct:,} values"
-        return f"{self.num_distinct:,} values in {self.num_rows:,} rows, in all probably above {_round(estimate):,}"
+            return ""
+        return f"in {self.num_rows:,} rows; in all probably above {_round(estimate):,} values"
 
     @property
     def missing(self) -> str:
@@ -105,6 +107,8 @@ class Guess:
     column: str
     spec: dict[str, Any]
     reason: str
+    evidence: str = ""
+    """The figures behind the reason."""
 
 
 def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
@@ -134,6 +138,7 @@ def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     elif kind == "text" and facts["share_binary"] == 1:
         facts["share_ones"] = float(np.mean(to_label(array, LabelSpec(column=name))[0]))
     separator = _separator(values, counts) if kind == "text" else None
+    facts["currencies"] = currencies(values) if kind == "text" and is_text(array.type) else ()
     if kind == "text" and 2 <= len(counts) <= SHOWN_VALUES:
         facts["values"] = tuple(str(values[i].as_py()) for i in np.argsort(-counts, kind="stable").tolist())
     if kind == "time" and is_text(array.type):
@@ -164,7 +169,22 @@ def _separator(values: pa.Array, counts: Counts) -> str | None:
             return separator
     if pc.all(pc.match_substring_regex(values, r"^\s*\[.*\]\s*$")).as_py():
         return JSON_LISTS
+    if _is_joined_by_commas(values, counts):
+        return "," if pc.any(pc.match_substring_regex(values, r",[^ ]")).as_py() else ", "
     return " " if _is_joined_by_blanks(values, counts) else None
+
+
+def _is_joined_by_commas(values: pa.Array, counts: Counts) -> bool:
+    """Whether most cells hold several items of a small set, which come at any place, unlike parts of an address."""
+    several = mask_of(pc.match_substring(values, ","))
+    if counts[several].sum() <= 0.5 * counts.sum():
+        return False
+    cells = pc.split_pattern(values.filter(pa.array(several)), ",")
+    items, cell = pc.utf8_trim_whitespace(pc.list_flatten(cells)), pc.list_parent_indices(cells).to_numpy()
+    rows, is_first = counts[several][cell], np.diff(cell, prepend=-1) > 0
+    begins = mask_of(pc.is_in(items, items.filter(pa.array(is_first))))
+    is_small_set = 5 * len(pc.unique(items)) <= rows.sum()
+    return bool(is_small_set and rows[begins & ~is_first].sum() > 0.2 * rows[~is_first].sum())
 
 
 def _is_joined_by_blanks(values: pa.Array, counts: Counts) -> bool:

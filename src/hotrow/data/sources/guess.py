@@ -202,6 +202,7 @@ def guess_columns(
     taken = {g.column: g for g in (*label_guesses, time_guess, *weights) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
+    notes = (*notes, *(_several_currencies(f) for f in others if f.currencies and f.name not in (*taken, *roles)))
     later = [g for g in (*set_later, *other_labels(others, labels)) if g.column not in {**taken, **roles}]
     notes = (*notes, *time_notes, *(f"column {shown(g.column)} is left out as {g.reason}" for g in later))
     taken |= {g.column: g for g in later}
@@ -337,7 +338,9 @@ def _screened(facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | N
     place = {name: i for i, name in enumerate(strongest({f.name: s for f, s in zip(facts, found, strict=True)}))}
     least = f"{LEAST} of {len(facts):,}"
     return {
-        f.name: [_dense(f, "a number alone, as there are many") if f.name in place else Guess("", f.name, {}, least)]
+        f.name: [
+            _dense(f, Kind("a number alone, as there are many")) if f.name in place else Guess("", f.name, {}, least)
+        ]
         for f in facts
         if place.get(f.name, MOST_IDS) >= MOST_IDS
     }
@@ -420,12 +423,15 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
         if f.kind in ("list", "other") and f.num_missing < f.num_rows:
             raise ValueError(f"text lists column {f.name!r}, which holds {f.stored} values; name it in lists")
         spec = {"column": f.name, "type": "text"}
-        return Guess("categorical", f.name, spec, f"text, as told, {f.cardinality}{f.missing}")
+        return Guess(
+            "categorical", f.name, spec, f"text, as told: {f.num_distinct:,} different values{f.missing}", f.in_all
+        )
     is_empty = f.num_missing == f.num_rows
     if role == "dense":
         if f.kind not in ("int", "float", "bool") and not is_empty:
-            raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are not numbers")
-        return _dense(f, "as told")
+            cure = f": {_several_currencies(f)}" if f.currencies else ""
+            raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are not numbers{cure}")
+        return _dense(f, Kind("as told"))
     is_list = f.kind == "list" or f.separator is not None
     if role == "lists":
         if not is_list:
@@ -465,11 +471,11 @@ def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> 
         return [Guess("", f.name, {}, "another value in every row: it names the row")]
     if kind is None:
         return [_categorical(f)]
-    found = [_dense(f, kind.reason)] if kind.is_number else []
+    found = [_dense(f, kind)] if kind.is_number else []
     if kind.ids == "buckets":
         spec = {"column": f.name, "buckets": list(kind.buckets)}
         return [*found, Guess("categorical", f.name, spec, f"the number in {len(kind.buckets) + 1} buckets")]
-    return [*found, _categorical(f, kind.reason)] if kind.ids else found
+    return [*found, _categorical(f, kind)] if kind.ids else found
 
 
 def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> Kind | None:
@@ -505,19 +511,27 @@ def _transform(f: ColumnFacts) -> str:
     return "log1p_clip0" if f.low >= 0 and f.high > 20 * f.median else "standardize"
 
 
-def _dense(f: ColumnFacts, reason: str) -> Guess:
-    why = "never negative, long tail" if _transform(f) == "log1p_clip0" else "spread evenly enough"
+def _several_currencies(f: ColumnFacts) -> str:
+    return (
+        f"column {shown(f.name)} holds amounts in {', '.join(f.currencies)}, so it is read as text: convert them to "
+        f"one currency to have numbers, or leave it out (--exclude {quote(f.name)}, in Python exclude=[{f.name!r}])"
+    )
+
+
+def _dense(f: ColumnFacts, kind: Kind) -> Guess:
+    tail = ", with a long tail" if _transform(f) == "log1p_clip0" else ""
     spec = {"column": f.name, "transform": _transform(f), **f.written}
-    return Guess("dense", f.name, spec, f"{reason}; {f.low:g} to {f.high:g}, {why}{f.missing}")
+    return Guess("dense", f.name, spec, f"{kind.reason}; {f.low:g} to {f.high:g}{tail}{f.missing}", kind.evidence)
 
 
-def _categorical(f: ColumnFacts, why: str = "") -> Guess:
+def _categorical(f: ColumnFacts, kind: Kind | None = None) -> Guess:
     spec: dict[str, Any] = {"column": f.name}
     if f.kind == "int" and f.stored == "string" and not f.num_odd:
         spec["type"] = "int"
-    words = {"text": "text", "int": "whole numbers taken for ids", "bool": "true or false"}
-    begins = f"{why}; " if why else f"{words.get(f.kind, f'{f.stored} taken for ids')}, "
-    return Guess("categorical", f.name, spec, f"{begins}{f.cardinality}{f.missing}")
+    what = {"text": "text", "bool": "true or false"}.get(f.kind, "ids")
+    why, evidence = ("", "") if kind is None else (f"; {kind.reason}", kind.evidence)
+    evidence = "; ".join(filter(None, (f.in_all, evidence)))
+    return Guess("categorical", f.name, spec, f"{what}: {f.num_distinct:,} different values{f.missing}{why}", evidence)
 
 
 def _list_feature(f: ColumnFacts) -> Guess:
@@ -528,4 +542,6 @@ def _list_feature(f: ColumnFacts) -> Guess:
     joined = "JSON arrays as text" if f.separator == JSON_LISTS else f"text joined by {f.separator!r}"
     what = "lists" if f.separator is None else joined
     order = "its name speaks of order" if kind == "sequence" else "taken for a set"
-    return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
+    return Guess(
+        "categorical", f.name, spec, f"{what}, {order}: {f.num_distinct:,} different values{f.missing}", f.in_all
+    )

@@ -45,6 +45,8 @@ class Kind:
     ids: Literal["", "values", "buckets"] = ""
     """The kind of its ids, if it has any."""
     buckets: tuple[float, ...] = ()
+    evidence: str = ""
+    """The figures behind the reason."""
 
 
 def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform: str) -> Kind:
@@ -58,12 +60,17 @@ def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform:
     tally = Tally.of(numbers[~missing], positive[~missing])
     inputs = as_dense(tally, transform)
     found = weigh(tally, inputs, (int(missing.sum()), int(positive[missing].sum())))
+    kind = _kind_of(tally, found)
+    return kind if found is None else replace(kind, evidence=_figures(found))
+
+
+def _kind_of(tally: Tally, found: Evidence | None) -> Kind:
     is_whole = bool((np.floor(tally.values) == tally.values).all())
     if not is_whole:
         return _of_decimals(tally, found)
     if len(tally.values) <= FEW_VALUES and not _is_count(tally, found):
         shows = _smoothness(tally) >= TREND_OF_FEW or (found is not None and found.order >= TREND_OF_FEW)
-        why = f"few whole numbers{', in an order that shows' if shows else ''}"
+        why = f"few whole numbers{', whose order matters' if shows else ''}"
         return Kind(why, is_number=shows, ids="values")
     if found is None:
         return _by_shape(tally)
@@ -74,7 +81,7 @@ def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform:
     if not found.has_order:
         return _by_shape(tally)
     if _like_ids(tally) or (found.identity >= HINT and tally.rows.mean() >= SELDOM):
-        return Kind(f"{_why(found)}, though they repeat like ids", is_number=True, ids="values")
+        return Kind(f"{_why(found)}; but they repeat like ids", is_number=True, ids="values")
     return _number(tally, found)
 
 
@@ -103,17 +110,21 @@ def _number(tally: Tally, found: Evidence, most: int | None = None) -> Kind:
 
 
 def _why(found: Evidence) -> str:
-    order = f"order {'helps' if found.has_order else 'does not show'} ({found.order:.1f} s.e.)"
-    values = f"values {'help' if found.has_identity else 'do not'} ({found.identity:.1f} s.e.)"
+    if found.has_order:
+        return f"their order tells of the label{', and so does each value' if found.has_identity else ''}"
+    return "no order in them, but each has its own effect" if found.has_identity else "no effect on the label shows"
+
+
+def _figures(found: Evidence) -> str:
     losses = f"LogLoss {found.base:.4f}, of buckets {found.buckets:.4f}, of values {found.values:.4f}"
-    return f"{order}, {values}: {losses}"
+    return f"order {found.order:.1f} s.e., values {found.identity:.1f} s.e.; {losses}"
 
 
 def _by_shape(tally: Tally) -> Kind:
     """Returns a number if values lie closer in one part of their range and none is popular, else ids."""
     if _middle_half(tally) < EVEN and tally.rows.mean() < SELDOM and not _some_popular(tally):
-        return Kind("whole numbers, close in one part of their range, that hardly repeat", is_number=True)
-    why = "whole numbers taken for ids: neither their order nor single values show an effect"
+        return Kind("they hardly repeat, and lie close together", is_number=True)
+    why = "no order in them"
     if _smoothness(tally) >= CLEAR:
         return Kind(f"{why}, but neighbours come about equally often", is_number=True, ids="values")
     return Kind(why, ids="values")

@@ -142,8 +142,7 @@ def _fit(values: pa.Array, pattern: str, known: Mask | None = None) -> Mask:
 
 def _ways_to_write(values: pa.Array) -> list[DenseSpec]:
     """The ways in which numbers may be written in a column of text, the likeliest first; none if it has none."""
-    texts = pc.unique(values.slice(0, 2 * LOOKED_AT)).to_pylist()[:LOOKED_AT]
-    rests = Counter(re.sub(r"[\d\s.,'+-]|(?<=\d)[eE](?=[+-]?\d)", "", text) for text in texts)
+    texts, rests = _rests(values)
     unit = next((rest for rest, _ in rests.most_common(2) if rest and _is_unit(rest)), None)
     num_fit = rests[""] + (rests[unit] if unit else 0)
     if num_fit < MOSTLY_FIT * len(texts) or any(re.match(r"[+-]?0\d", text) for text in texts):
@@ -152,6 +151,20 @@ def _ways_to_write(values: pa.Array) -> list[DenseSpec]:
     fits = [(sum(re.fullmatch(pattern_of(spec), text) is not None for text in texts), spec) for spec in specs]
     fits = [(count, spec) for count, spec in fits if unit or not _is_list(texts, spec)]
     return [spec for _, spec in sorted(fits, key=lambda fit: -fit[0])][:3]
+
+
+def _rests(values: pa.Array) -> tuple[list[str], Counter[str]]:
+    """The first different texts, and how often each rest is left of them without digits and signs of numbers."""
+    texts = pc.unique(values.slice(0, 2 * LOOKED_AT)).to_pylist()[:LOOKED_AT]
+    return texts, Counter(re.sub(r"[\d\s.,'+-]|(?<=\d)[eE](?=[+-]?\d)", "", text) for text in texts)
+
+
+def currencies(values: pa.Array) -> tuple[str, ...]:
+    """The currencies of a column of text that holds amounts of money in several; else none."""
+    texts, rests = _rests(values)
+    found = tuple(rest for rest in rests if rest not in ("", "%") and _is_unit(rest))
+    num_fit = sum(rests[rest] for rest in ("", *found))
+    return found if len(found) > 1 and num_fit >= MOSTLY_FIT * len(texts) else ()
 
 
 def _is_unit(text: str) -> bool:
