@@ -61,6 +61,8 @@ from hotrow.objectives.objective import Metrics, Objective
 from hotrow.objectives.several import for_labels
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.launch import joined as joined_ranks
+from hotrow.report.facts import mapping_in
+from hotrow.report.model import scores_of
 from hotrow.report.page import NAME as REPORT
 from hotrow.rivals import compare_rivals
 from hotrow.run.build import build_network, look_up, read_model
@@ -127,6 +129,13 @@ class Run:
         lines = [_flat_numbers(line) for line in self.folder.measurements()]
         names = dict.fromkeys(("kind", "step", "split", *(name for line in lines for name in line)))
         return {name: [line.get(name) for line in lines] for name in names}
+
+    @property
+    def importances(self) -> dict[str, tuple[float, float]]:
+        """By column, how much the loss rises if it is shuffled among rows that did not train, and the standard error of
+        that, as the report shows it. If all rows trained, they are of the run that found the steps; {} without one."""
+        gains = mapping_in(scores_of(self.folder.facts()), "gains")
+        return {name: (own["increase"], own["error"]) for name, own in gains.items()}
 
     def summary(self) -> dict[str, Any]:
         """Returns one flat record of how the run went: what `hotrow train --json` prints."""
