@@ -42,7 +42,7 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.prepare.pipeline import fingerprint
-from hotrow.data.prepare.prepare import Encoder, score_names
+from hotrow.data.prepare.prepare import SCORE, Encoder, score_names
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import is_paths
 from hotrow.data.sources.inputs import spooled
@@ -60,7 +60,9 @@ from hotrow.objectives.calibration import Calibration, calibrated, for_all_negat
 from hotrow.objectives.objective import Metrics, Objective
 from hotrow.objectives.several import for_labels
 from hotrow.parallel.agreement import on_every_rank
-from hotrow.parallel.launch import joined
+from hotrow.parallel.launch import joined as joined_ranks
+from hotrow.report.facts import mapping_in
+from hotrow.report.model import scores_of
 from hotrow.report.page import NAME as REPORT
 from hotrow.rivals import compare_rivals
 from hotrow.run.build import build_network, look_up, read_model
@@ -68,9 +70,10 @@ from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_witho
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.choice import Asked, Selection, can_refit, recipe_of, selection_line, with_validation_rows
 from hotrow.run.evaluate import evaluate
+from hotrow.run.explain import Explanation, explained, joined
 from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
-from hotrow.run.record import RunRecord, off_by
+from hotrow.run.record import Means, RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, resume, train
 from hotrow.run.several import trained_beside
 from hotrow.run.storage import close_tiers
@@ -126,6 +129,13 @@ class Run:
         lines = [_flat_numbers(line) for line in self.folder.measurements()]
         names = dict.fromkeys(("kind", "step", "split", *(name for line in lines for name in line)))
         return {name: [line.get(name) for line in lines] for name in names}
+
+    @property
+    def importances(self) -> dict[str, tuple[float, float]]:
+        """By column, how much the loss rises if it is shuffled among rows that did not train, and the standard error of
+        that, as the report shows it. If all rows trained, they are of the run that found the steps; {} without one."""
+        gains = mapping_in(scores_of(self.folder.facts()), "gains")
+        return {name: (own["increase"], own["error"]) for name, own in gains.items()}
 
     def summary(self) -> dict[str, Any]:
         """Returns one flat record of how the run went: what `hotrow train --json` prints."""
@@ -185,7 +195,7 @@ class Run:
         cost_of = functools.partial(self._row_cost, None if step is None else checkpoint)
 
         def write(to: Whole) -> Description:
-            return write_export(to, checkpoint, vocabulary, layers, seen, progress, cost_of)
+            return write_export(to, checkpoint, vocabulary, layers, seen, self._means(checkpoint), progress, cost_of)
 
         if since is None:
             return write_whole(out, write, rows=rows or "float32", onnx=onnx)
@@ -222,6 +232,11 @@ class Run:
         text = f"the scores of {checkpoint} are not calibrated: {found.method} was fitted to step {found.step}"
         warnings.warn(text, stacklevel=4)
         return None
+
+    def _means(self, checkpoint: Path) -> Means | None:
+        """The mean inputs of the weights of a checkpoint, if the run knows them."""
+        found = self.record.means
+        return found if found is not None and checkpoint.name == f"step-{found.step}" else None
 
     @cached_property
     def _network(self) -> _Loaded:
@@ -274,14 +289,36 @@ class Run:
 
     def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
-        return (scores for scores, _ in self._scored(data, (), strict=strict))
+        return (scores for scores, *_ in self._scored(data, (), strict=strict))
 
     def _scored(
-        self, data: Any, keep: Sequence[str], *, strict: bool
-    ) -> Iterator[tuple[NDArray[np.float32], pa.RecordBatch | None]]:
-        """Yields scores, and the columns to keep, piece by piece."""
-        for outputs_B, _, kept in self._outputs(data, labels="ignored", strict=strict, keep=keep):
-            yield self._network.objective.scores(outputs_B).cpu().numpy(), kept
+        self, data: Any, keep: Sequence[str], *, strict: bool, explain: int = 0
+    ) -> Iterator[tuple[NDArray[np.float32], list[NDArray[Any]], pa.RecordBatch | None]]:
+        """Yields scores, the texts of `explain` columns by label, and the columns to keep, piece by piece."""
+        for outputs_B, batch, kept in self._outputs(data, labels="ignored", strict=strict, keep=keep):
+            texts = self._explained(batch).most(explain) if explain else []
+            yield self._network.objective.scores(outputs_B).cpu().numpy(), texts, kept
+
+    def explain(self, data: Any, *, strict: bool = False) -> Explanation:
+        """Returns what each raw column adds to the output of each row of `data`, before the link: log odds for clicks.
+
+        That is f(x) - f(x with all inputs that are made of the column at their means over the rows that judged the
+        run), f being the model. For a linear f the sum over columns is f(x) - f(means), whose last is the `base`;
+        otherwise a product of columns counts with each. A history that the model reads in order is left out as an
+        empty one. data, strict, errors: as for `predict`; ValueError too if the run does not know these means.
+        """
+        pieces = self._outputs(data, labels="ignored", strict=strict)
+        return joined(self._explained(batch) for _, batch, _ in pieces)
+
+    def _explained(self, batch: Batch) -> Explanation:
+        embedding, model, *_ = self._network
+        rows, means = look_up(model, embedding, batch.sparse), self._means(self.checkpoint)
+        return explained(self._kept.info, model, means, self._output, batch.dense, rows)
+
+    def _output(self, dense_BI: Tensor, rows: Any) -> Tensor:
+        """The model's outputs, calibrated, for rows with all negatives."""
+        outputs_B, share = self._network.dense.outputs(self._network.model, dense_BI, rows), self.record.negatives_kept
+        return outputs_B if share is None else calibrated(outputs_B, **for_all_negatives(share))
 
     @torch.no_grad()
     def _outputs(
@@ -289,19 +326,18 @@ class Run:
     ) -> Iterator[tuple[Tensor, Batch, pa.RecordBatch | None]]:
         """Yields outputs of raw rows, the rows, and their columns to keep, piece by piece. labels: "alone": labels and
         weights are read, but not times."""
-        embedding, model, dense, _ = self._network
-        share = self.record.negatives_kept
+        embedding, model, *_ = self._network
         options: dict[str, Any] = {"values": "strict" if strict else "any", "labels": labels, "keep": keep}
         first_row, seen = 0, seen_of(self.record)
         with _readable(data, strict=strict) as rows:
             for batch, kept in self._encoder.rows(rows, batch_size=EVAL_BATCH_SIZE, seen=seen, **options):
                 try:
-                    outputs_B = dense.outputs(model, batch.dense, look_up(model, embedding, batch.sparse))
+                    outputs_B = self._output(batch.dense, look_up(model, embedding, batch.sparse))
                 except SampleError as error:
                     row = first_row + error.sample
                     raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
                 first_row += len(outputs_B)
-                yield outputs_B if share is None else calibrated(outputs_B, **for_all_negatives(share)), batch, kept
+                yield outputs_B, batch, kept
         self._tell_of(seen)
 
     def _tell_of(self, seen: Seen) -> None:
@@ -319,17 +355,26 @@ class Run:
         return {"columns": self.seen.to_json(), "warnings": warned}
 
     def write_scores(
-        self, data: Any, out: Path | str | BinaryIO, *, keep: Sequence[str] = (), strict: bool = False
+        self,
+        data: Any,
+        out: Path | str | BinaryIO,
+        *,
+        keep: Sequence[str] = (),
+        explain: int = 0,
+        strict: bool = False,
     ) -> int:
         """Writes `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
         If there are several labels, the columns are called `score_LABEL`. out: an open binary file gets CSV. keep:
-        columns of `data` that are written before the score, unchanged. strict: as for `predict`. The file appears when
-        it is complete. Raises ValueError if it exists already or has another suffix, or if a column to keep is missing
-        or has the name of a score; OSError naming the file if the disk is full.
+        columns of `data` that are written before the score, unchanged. explain: how many columns that matter most to a
+        row are named in a text behind the scores, `explanation` or `explanation_LABEL`, such as "price -0.31; city
+        +0.22"; see `explain`. strict: as for `predict`. The file appears when it is complete. Raises ValueError if it
+        exists already or has another suffix, or if a column to keep is missing or has the name of a score; OSError
+        naming the file if the disk is full.
         """
+        how: dict[str, Any] = {"keep": keep, "explain": explain, "strict": strict}
         if not isinstance(out, str | Path):
-            return self._write_scores(data, out, pyarrow.csv.CSVWriter, keep, strict=strict)
+            return self._write_scores(data, out, pyarrow.csv.CSVWriter, **how)
         out = Path(out)
         if out.suffix not in _SCORE_WRITERS:
             raise ValueError(f"scores file {out} ends in {out.suffix!r}; choose {' or '.join(_SCORE_WRITERS)}")
@@ -339,26 +384,31 @@ class Run:
             raise ValueError(f"scores file {out}: there is no folder {out.parent}; make it or choose another")
         full = explain_full_disk(out.parent, "writing scores", "No scores are kept; the run is as it was.")
         with full, atomic_write(out) as file:
-            return self._write_scores(data, file, _SCORE_WRITERS[out.suffix], keep, strict=strict)
+            return self._write_scores(data, file, _SCORE_WRITERS[out.suffix], **how)
 
-    def _write_scores(self, data: Any, file: BinaryIO, make: Any, keep: Sequence[str], *, strict: bool) -> int:
-        """Writes kept columns and scores to an open file, with the writer that `make` makes."""
+    def _write_scores(
+        self, data: Any, file: BinaryIO, make: Any, *, keep: Sequence[str], explain: int, strict: bool
+    ) -> int:
+        """Writes kept columns, scores and explanations to an open file, with the writer that `make` makes."""
         num_rows, names = 0, score_names(self._labels)
+        told = [f"explanation{name.removeprefix(SCORE)}" for name in names] if explain else []
         for name in keep:
-            if name in names or [*keep].count(name) > 1:
-                reason = "has the name of the scores" if name in names else "is named twice; name it once"
+            if (is_ours := name in [*names, *told]) or [*keep].count(name) > 1:
+                reason = "has the name of the scores" if is_ours else "is named twice; name it once"
                 raise ValueError(f"column {name!r} to keep {reason}")
-        pieces = self._scored(data, keep, strict=strict)
+        pieces = self._scored(data, keep, strict=strict, explain=explain)
         first = next(pieces, None)
-        kinds = pa.schema(dict.fromkeys(keep, pa.string())) if first is None or first[1] is None else first[1].schema
+        kinds = pa.schema(dict.fromkeys(keep, pa.string())) if first is None or first[-1] is None else first[-1].schema
         nested = [own.name for own in kinds if pa.types.is_nested(own.type)]
         if nested and make is pyarrow.csv.CSVWriter:
             raise ValueError(f"column {nested[0]!r} to keep has lists, which CSV cannot hold; write a .parquet file")
-        schema = pa.schema([*kinds, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
+        ours = [(name, pa.float32()) for name in names] + [(name, pa.string()) for name in told]
+        schema = pa.schema([*kinds, *(pa.field(*own, nullable=False) for own in ours)])
         with make(file, schema) as writer:
-            for scores, kept in chain([] if first is None else [first], pieces):
+            for scores, texts, kept in chain([] if first is None else [first], pieces):
                 columns = [pa.array(np.ascontiguousarray(own)) for own in scores.reshape(len(scores), -1).T]
                 before = [] if kept is None else kept.cast(kinds).columns
+                columns += [pa.array(text, pa.string()) for text in texts]
                 writer.write_batch(pa.record_batch([*before, *columns], schema=schema))
                 num_rows += len(scores)
         return num_rows
@@ -598,7 +648,7 @@ def fit(
     schema, changed = _schema(schema, read), _split_options(split)
     parts = check_options(**changed)
     name, asked = f"{_name_of(data)}-{model}", Asked(recipe, changes, quiet=quiet)
-    with joined() as comm:
+    with joined_ranks() as comm:
         stopped = None if packed or not isinstance(run, str | Path) or not is_taken(Path(run) / CONFIG) else Path(run)
         on_every_rank(comm, lambda: None if stopped else check_free(run))
         if packed:

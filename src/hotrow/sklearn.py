@@ -29,7 +29,7 @@ from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.options import NAMES
 from hotrow.data.sources.schema import SplitSpec
 from hotrow.data.sources.tabular import frame_to_arrow
-from hotrow.run.folder import CONFIG, RUN, RunFolder
+from hotrow.run.folder import CONFIG, RUN
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -144,12 +144,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         """By how much the loss rises if a column is shuffled among rows that did not train, as the report shows it;
         0 for a column that is no input. [columns]"""
         check_is_fitted(self)
-        folder = self.run_.folder
-        runs = [folder, *(RunFolder.open(path) for path in (folder.selection,) if (path / RUN).is_file())]
-        found = next((each.record.scores.gains for each in runs if each.record.scores), None)
-        if not found:
+        if not (found := self.run_.importances):
             raise AttributeError(f"no importances: below {FEW_ROWS} rows all train, and none is left to judge by")
-        return np.array([found[name].increase if name in found else 0.0 for name in self._names])
+        return np.array([found.get(name, (0.0, 0.0))[0] for name in self._names])
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in super().__getstate__().items() if name != "_folder"}

@@ -5,14 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars
 import pytest
 
+import hotrow
 from hotrow.api import load
 from hotrow.base.files import claim
 from hotrow.cli import app as cli
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.sources.split import SPLIT_SALT, uniform_of
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.tune.compare import compare, short_names
@@ -94,6 +97,53 @@ def test_runs_of_other_test_rows_are_refused_by_name(work: Path, tmp_path: Path)
         compare(a, unbegun.path)
     with pytest.raises(ValueError, match="is not a run"):
         compare(a, tmp_path)
+
+
+def test_runs_of_two_schemas_are_compared_by_numbers_of_rows(tmp_path: Path) -> None:
+    """Rows of the log are not in the order of time, in which datasets store them."""
+    rng = np.random.default_rng(3)
+    x, day = rng.normal(size=(2, 3000)).round(3), rng.permutation(3000)
+    click = (rng.random(3000) < 1 / (1 + np.exp(-x.sum(0)))).astype(int)
+    log = polars.DataFrame({"click": click, "day": day, "one": x[0], "two": x[1]})
+    log.write_csv(tmp_path / "log.csv")
+
+    def run(name: str, dense: list[str], label: str = "click", kind: str = "time") -> hotrow.Run:
+        schema = {
+            "label": label,
+            "time": {"column": "day"},
+            "dense": dense,
+            "categorical": [{"column": "one", "buckets": [0]}],
+        }
+        options: dict[str, Any] = {
+            "split": {"kind": kind, "seed": 5},
+            "refit": False,
+            "quiet": True,
+            "epochs": 1,
+            "threads": 1,
+        }
+        return hotrow.fit(str(tmp_path / "log.csv"), schema=schema, run=tmp_path / name, **options)
+
+    both, one = run("both", ["one", "two"]), run("one", ["one"])
+    random = run("random", ["two"], kind="random")
+    tests = {"one": day >= 2700, "random": (day >= 2700) & (uniform_of(5, np.arange(3000), salt=SPLIT_SALT) >= 0.9)}
+    for other in (one, random):
+        chosen = tests[other.path.name]
+        first, second = (own.predict(log.drop("click")).astype(np.float64)[chosen] for own in (both, other))
+        losses = [-np.log(np.where(click[chosen], score, 1 - score)) for score in (first, second)]
+        found = compare(both.path, other.path)
+        own = found["metrics"]["logloss"]
+        assert found["rows"] == chosen.sum()
+        assert (own["first"], own["second"]) == pytest.approx([loss.mean() for loss in losses], abs=1e-6)
+        assert own["error"] == pytest.approx((losses[1] - losses[0]).std(ddof=1) / chosen.sum() ** 0.5, rel=1e-4)
+    with pytest.raises(ValueError, match="other labels"):
+        log.with_columns(other=1 - polars.col("click")).write_csv(tmp_path / "log.csv")
+        again = run("again", ["one"])
+        compare(again.path, run("label", ["one"], label="other").path)
+    with pytest.raises(ValueError, match="same files"):
+        compare(both.path, again.path)
+    (tmp_path / "log.csv").unlink()
+    with pytest.raises(ValueError, match=r"log\.csv.*gone or has changed"):
+        compare(both.path, one.path)
 
 
 def test_runs_that_are_judged_by_group_are_compared_by_group_too(work: Path, tmp_path: Path) -> None:

@@ -234,6 +234,15 @@ def test_every_model_scores_requests_as_predict_does(packed: Path, tmp_path: Pat
     scorer = hotrow.Scorer(tmp_path / "out")
     np.testing.assert_array_equal(scorer.score(user=user, items=items), expected)
     np.testing.assert_array_equal([scorer.score(user=user, items=[item])[0] for item in items], expected)
+    if model["name"] == "two_tower":
+        with pytest.raises(ValueError, match="mean inputs"):
+            scorer.explain(rows)
+        return
+    own, others = run.explain(columns), scorer.explain(columns)
+    assert own.columns.keys() == others.columns.keys() == {*columns}
+    for name, added in {**own.columns, "base": own.base, "outputs": own.outputs}.items():
+        other = {**others.columns, "base": others.base, "outputs": others.outputs}[name]
+        np.testing.assert_allclose(added, other, atol=1e-6, err_msg=name)
 
 
 def test_what_does_not_fit_is_scored_by_rule_and_counted(scorer: hotrow.Scorer) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import os
 import pickle
 import sys
@@ -22,9 +23,11 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
+from typer.testing import CliRunner
 
 import hotrow
 from forked import run_forked
+from hotrow.cli.app import app
 from hotrow.sklearn import FEW_ROWS
 
 pd = pytest.importorskip("pandas")
@@ -177,6 +180,11 @@ def test_what_tells_the_label_stays_and_importances_say_so() -> None:
     made = hotrow.Classifier(random_state=0, choice=False).fit(rows, rows[:, 1] > 0)
     assert made.score(rows, rows[:, 1] > 0) > 0.95
     assert made.feature_importances_.argmax() == 1 and made.feature_importances_.shape == (3,)
+    found = made.run_.importances
+    assert [found[f"x{i}"][0] for i in range(3)] == made.feature_importances_.tolist() and found["x1"][1] > 0
+    told = json.loads(CliRunner().invoke(app, ["report", str(made.run_.path), "--json"]).stdout)["importances"]
+    assert {name: (own["increase"], own["error"]) for name, own in told.items()} == found
+    assert f"{found['x1'][0]:.4f}" in (made.run_.path / "report.html").read_text()
     assert np.array_equal(pickle.loads(pickle.dumps(made)).feature_importances_, made.feature_importances_)
     assert not hasattr(hotrow.Classifier().fit(X, Y), "feature_importances_")
 

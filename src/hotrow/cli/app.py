@@ -533,6 +533,9 @@ def predict(
     keep: Annotated[
         list[str] | None, typer.Option(help="Column to write beside the score, unchanged; may be repeated.")
     ] = None,
+    explain: Annotated[
+        int, typer.Option(min=0, help="How many columns to name in a column `explanation`: those that matter most.")
+    ] = 0,
     strict: Strict = False,
 ) -> Answer:
     """Score raw rows (- is standard input): one probability per row, in the rows' order, in column `score`."""
@@ -544,7 +547,7 @@ def predict(
         result = {
             "run_dir": str(run),
             "out": str(out),
-            "rows": loaded.write_scores(_files(paths), to, keep=keep or (), strict=strict),
+            "rows": loaded.write_scores(_files(paths), to, keep=keep or (), explain=explain, strict=strict),
         }
         told = loaded.told()
     # Whoever reads scores from standard output wants nothing else there, unless it is asked for (--json).

@@ -85,7 +85,7 @@ from hotrow.run.checkpoint_files import (
     write_tensors,
 )
 from hotrow.run.checkpoint_rows import ROWS, check_chain
-from hotrow.run.record import Extra, read_extra
+from hotrow.run.record import Extra, Means, read_extra
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
@@ -130,6 +130,8 @@ class Description:
     """The labels that a row's scores predict, in order."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
+    means: Means | None = None
+    """Of the inputs, to explain scores by; None if the run has none of these weights."""
     row_cost: dict[str, JsonValue] | None = None
     """Metrics with the run's own rows and with those stored here; None if these are float32, or it was not measured."""
 
@@ -192,6 +194,7 @@ def write_export(
     vocabulary: Path,
     calibration: Sequence[dict[str, Any]],
     seen: Seen | None,
+    means: Means | None,
     progress: ProgressCallback | None,
     cost_of: Callable[[RowFormat], dict[str, Any] | None],
 ) -> Description:
@@ -199,8 +202,8 @@ def write_export(
     export.json last; returns its content.
 
     calibration: the arguments of `calibrated` for each layer of calibration that follows the network. seen: knows what
-    is usual in rows to score; if None, nothing is known. cost_of: returns the `row_cost` of a format of rows that is
-    not float32. Every file is verified before it is read.
+    is usual in rows to score; if None, nothing is known. means: of these weights, if they are known. cost_of: returns
+    the `row_cost` of a format of rows that is not float32. Every file is verified before it is read.
     """
     if to.onnx:
         check_packages()
@@ -211,7 +214,7 @@ def write_export(
     description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, seen, to.form)
     dtype, more = STORED[to.form]
     to.begin(description, sum(dtype.itemsize * t.num_embeddings * (t.embedding_dim + more) for t in tables))
-    description = replace(description, calibration=tuple(calibration))
+    description = replace(description, calibration=tuple(calibration), means=means)
     files = _write_guide(to.folder, description.run, config.model)
     files |= _write_network(to, checkpoint, description)
     files |= _write_tables(to, checkpoint, manifest, tables, progress)

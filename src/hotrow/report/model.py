@@ -65,12 +65,17 @@ def column_text(run: RunFacts) -> str:
     return f"{label}{weight}{time} The model's inputs are made of {inputs}."
 
 
+def scores_of(run: RunFacts) -> Mapping[str, Any]:
+    """Returns what the scores of a run show; if all its rows trained, those of the run that found its steps."""
+    return mapping_in(run.record, "scores") or mapping_in(run.selection or {}, "scores")
+
+
 def column_grid(run: RunFacts) -> Grid | None:
     """Returns the columns that the model uses: what they give, what is made of them, and what of them is missing."""
     if run.info is None:
         return None
     split = str(metrics_of(run).get("split", ""))
-    counts, gains = mapping_in(run.record, "columns", split), mapping_in(run.record, "scores", "gains")
+    counts, gains = mapping_in(run.record, "columns", split), mapping_in(scores_of(run), "gains")
     rows: list[list[Cell | str]] = []
     for name, column in columns_of(run.info).items():
         ids = [mapping_in(counts, f"{each} (ids)") or mapping_in(counts, each) for each in column.features]
@@ -129,7 +134,7 @@ def left_out_grid(run: RunFacts) -> Grid | None:
 
 
 def gain_text(run: RunFacts) -> str:
-    scores = mapping_in(run.record, "scores")
+    scores = scores_of(run)
     if not mapping_in(scores, "gains"):
         return ""
     split, rows = SPLITS.get(str(scores.get("split")), scores.get("split")), number_in(scores, "gains_rows")

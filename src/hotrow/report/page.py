@@ -23,6 +23,7 @@ from hotrow.report.model import (
     loss_chart,
     metrics_of,
     model_figures,
+    scores_of,
     steps_of,
 )
 from hotrow.report.shapes import DASH, Cell, Chart, Figure, Grid, percent, shown
@@ -413,6 +414,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "sentences": sentences(run),
         **{name: number_in(metrics, name) for name in run.objective.measures},
         "split": str(metrics.get("split", "")),
+        "importances": mapping_in(scores_of(run), "gains"),
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
         "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
         "lines_left_out": run.lines_left_out,

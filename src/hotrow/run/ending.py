@@ -9,7 +9,7 @@ from hotrow.objectives.calibration import Calibration, fitted
 from hotrow.objectives.objective import Metrics
 from hotrow.run.checkpoint import load_checkpoint
 from hotrow.run.folder import RunFolder
-from hotrow.run.scores import gains, scores_of
+from hotrow.run.scores import gains, inputs_of, scores_of
 from hotrow.run.trainer import Training
 from hotrow.run.usual import usual_of
 from hotrow.setup.setup import is_selection
@@ -36,8 +36,8 @@ def finish(training: Training) -> None:
     if training.writes_files:
         _count_columns(training)
     is_final = not is_selection(training.folder.path) or "test" not in judged  # else the next run is looked at
-    if judged and training.parts.items is None and is_final:
-        _look_at_scores(training, *list(judged.items())[-1])
+    if training.parts.items is None and is_final:
+        _look_at_scores(training, judged, chosen)
     training.folder.update(
         status="finished",
         ended=state.ended,
@@ -87,17 +87,21 @@ def _count_columns(training: Training) -> None:
     training.folder.update(ranges=ranges, columns=columns)
 
 
-def _look_at_scores(training: Training, split: str, judged: Metrics) -> None:
-    """Keeps what the scores of a split show. A run is not lost if that cannot be told. Collective."""
-    if not judged.num_rows:  # it was scored when these weights were the newest
+def _look_at_scores(training: Training, metrics: Mapping[str, Metrics], step: int) -> None:
+    """Keeps what the scores of the last of the judged splits show, and its mean inputs; without one, those of training.
+    A run is not lost if that cannot be told. Collective."""
+    split, judged = list({"train": None, **metrics}.items())[-1]
+    if judged is not None and not judged.num_rows:  # it was scored when these weights were the newest
         training.evaluated(split, metrics=judged)
-    own, first = training.dataset.split(split), training.writes_files
+    own, first, found = training.dataset.split(split), training.writes_files, None
     try:
         with training.aside():
-            gained = gains(training.parts, own, train_s=training.state.train_s, is_first=first)
+            inputs = inputs_of(training.parts, own, is_first=first)
+            if first and judged is not None:
+                gained = gains(inputs, own.info, train_s=training.state.train_s)
+                found = scores_of(split, training.parts.objective, judged.rows(), gained)
         if first:
-            found = scores_of(split, training.parts.objective, judged.rows(), gained)
-            training.folder.update(scores=found)
+            training.folder.update(scores=found, means=inputs.means(own.info, step))
     except (OSError, ValueError) as error:
         training.warn("scores_not_looked_at", f"the report will not say what columns give: {error}", count=1)
 

@@ -106,6 +106,18 @@ class Rivals:
     """By name: its AUC, LogLoss and NE, each after the run's, with the error of the difference; its setting."""
 
 
+@record(config=STRICT)
+class Means:
+    """The mean inputs of the rows that judged the run, of training rows if none did; `run/explain.py` takes them."""
+
+    step: Count
+    """The step of the weights."""
+    dense: list[FiniteFloat]
+    """[I]"""
+    pooled: dict[str, list[FiniteFloat]]
+    """By feature, the mean of the sum of its rows, [D]; without the histories of a model that reads them in order."""
+
+
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
     kinds = {"hits_per_lookup": (int, float, type(None))}
     for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
@@ -244,6 +256,8 @@ class RunRecord:
     """The share of rows with label 0 that the data has; None if it has all."""
     scores: Scores | None = None
     """None of runs without validation and test rows."""
+    means: Means | None = None
+    """None of a model that finds items, and if no row counts."""
     rivals: Rivals | None = None
     """None if nobody asked for them."""
 

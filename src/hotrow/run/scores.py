@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,14 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.data.packed.format import Feature
+from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import SeveralLabels
-from hotrow.report.columns import Column, columns_of
+from hotrow.report.columns import Column
 from hotrow.run.build import Parts, look_up
-from hotrow.run.record import Gain, Group, Scores
+from hotrow.run.explain import separable
+from hotrow.run.record import Gain, Group, Means, Scores
 from hotrow.setup.beside import EVAL_BATCH_SIZE
 
 SHUFFLES = 3
@@ -40,24 +41,25 @@ MIN_GAIN_ROWS = 200
 
 
 @torch.no_grad()
-def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tuple[int, dict[str, Gain]]:
-    """Returns the number of rows that were looked at, and by column how much the loss rises if its values are exchanged
-    among these rows.
-
-    Columns that cannot be exchanged alone, the histories of a model that reads them step by step, are one entry. Rank 0
-    computes (`is_first`), as its time allows; the others only join in its one lookup, and return nothing.
-    """
+def inputs_of(parts: Parts, split: Split, *, is_first: bool) -> Inputs:
+    """Rows that lie evenly over a split, without those that do not count. Collective: ranks other than the first join
+    in its one lookup, and get none."""
     batch = next(Loader(
         split, EVAL_BATCH_SIZE, shuffle_seed=None, only=spread(split.num_rows, EVAL_BATCH_SIZE),
         part=lambda num_rows: (0, num_rows if is_first else 0),
     ).epoch(0))  # fmt: skip
     rows = look_up(parts.model, parts.embedding, batch.sparse)
-    columns = _exchangeable(columns_of(split.info), split.info.features, alone=parts.model.lookup != "sequence")
-    inputs = _Inputs(
-        parts, batch.dense, rows, batch.label.numpy(), None if batch.weight is None else batch.weight.numpy()
-    )
-    if batch.weight is not None:  # of rows that do not count no part has a loss
-        inputs = inputs.of_rows(torch.nonzero(batch.weight)[:, 0])
+    weights = None if batch.weight is None else batch.weight.numpy()
+    inputs = Inputs(parts, batch.dense, rows, batch.label.numpy(), weights)
+    # Of rows that do not count no part has a loss.
+    return inputs if batch.weight is None else inputs.of_rows(torch.nonzero(batch.weight)[:, 0])
+
+
+@torch.no_grad()
+def gains(inputs: Inputs, info: DatasetInfo, *, train_s: float) -> tuple[int, dict[str, Gain]]:
+    """Returns the number of rows that were looked at, and by column how much the loss rises if its values are exchanged
+    among these rows, as far as the time allows."""
+    columns = separable(info, inputs.parts.model)
     if inputs.num_rows < 2:
         return 0, {}
     seconds, began = max(MIN_SECONDS, MAX_SHARE * train_s), time.monotonic()
@@ -88,21 +90,8 @@ def spread(num_rows: int, most: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _exchangeable(columns: Mapping[str, Column], features: Sequence[Feature], *, alone: bool) -> dict[str, Column]:
-    """Returns the columns that can be exchanged by themselves. alone: if False, lists are exchanged together, since
-    those of a sample must be of one length."""
-    lists = {feature.name for feature in features if feature.kind == "sequence"}
-    together = [name for name, own in columns.items() if lists & {*own.features} and not alone]
-    found = {name: own for name, own in columns.items() if name not in together}
-    if together:
-        parts = [columns[name] for name in together]
-        dense = [place for own in parts for place in own.dense]
-        found[", ".join(together)] = Column(dense, [name for own in parts for name in own.features])
-    return found
-
-
 @dataclass
-class _Inputs:
+class Inputs:
     """Rows as a model takes them, with their tables' rows looked up."""
 
     parts: Parts
@@ -124,13 +113,34 @@ class _Inputs:
         parts = (slice(k, None, num_parts) for k in range(num_parts))
         return np.array([np.average(loss_B[part], weights=weight_B[part]) for part in parts])
 
-    def of_rows(self, chosen: Tensor) -> _Inputs:
+    def means(self, info: DatasetInfo, step: int) -> Means | None:
+        """The mean inputs of the rows, for weights of `step`; None without rows."""
+
+        def mean(own: Tensor) -> list[float]:
+            return [*((own.double().cpu().numpy() * weight_B1).sum(0) / weight_B1.sum())]
+
+        if not self.num_rows:
+            return None
+        weight_B1 = (np.ones(self.num_rows) if self.weights is None else self.weights.astype(np.float64))[:, None]
+        if isinstance(self.rows, Tensor):
+            pooled = dict(zip(self._dims, torch.split(self.rows, [*self._dims.values()], 1), strict=True))
+        else:
+            pooled = {own.name: self.rows[own.name][0] for own in info.features if own.kind == "one_hot"}
+        return Means(step, mean(self.dense), {name: mean(own) for name, own in pooled.items()})
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        """Columns of the rows of each feature, in their order."""
+        dims = {name: table.embedding_dim for table in self.parts.embedding.tables for name in table.feature_names}
+        return {name: dims[name] for name in self.parts.embedding.feature_names}
+
+    def of_rows(self, chosen: Tensor) -> Inputs:
         """Returns the chosen rows."""
         rows, at = self._taken(chosen, self.parts.embedding.feature_names), chosen.numpy()
         weights = None if self.weights is None else self.weights[at]
-        return _Inputs(self.parts, self.dense[chosen], rows, self.labels[at], weights)
+        return Inputs(self.parts, self.dense[chosen], rows, self.labels[at], weights)
 
-    def exchanged(self, column: Column, order: Tensor) -> _Inputs:
+    def exchanged(self, column: Column, order: Tensor) -> Inputs:
         """Returns the rows with what is made of a column in another order."""
         dense_BI = self.dense.clone()
         dense_BI[:, column.dense] = self.dense[order][:, column.dense]
@@ -138,14 +148,12 @@ class _Inputs:
 
     def _taken(self, order: Tensor, features: Sequence[str]) -> Any:
         """Returns the tables' rows, those of `features` as `order` has them."""
-        embedding = self.parts.embedding
         if not isinstance(self.rows, Tensor):
             own = {name: _bags(self.rows[name], order) for name in features}
             return {**self.rows, **own}
-        dims = {name: table.embedding_dim for table in embedding.tables for name in table.feature_names}
-        names = embedding.feature_names
-        pieces, at = torch.split(self.rows, [dims[name] for name in names], dim=1), order.to(self.rows.device)
-        taken = [piece[at] if name in features else piece for name, piece in zip(names, pieces, strict=True)]
+        dims, at = self._dims, order.to(self.rows.device)
+        pieces = zip(dims, torch.split(self.rows, [*dims.values()], dim=1), strict=True)
+        taken = [piece[at] if name in features else piece for name, piece in pieces]
         return torch.cat(taken, dim=1)
 
 

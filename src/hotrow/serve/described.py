@@ -83,8 +83,8 @@ def tables_of(about: Description) -> list[TableConfig]:
     return [TableConfig(**{name: each[name] for name in fields}, feature_names=tuple(each["features"])) for each in own]
 
 
-def network_of(about: Description, weights: dict[str, Tensor]) -> tuple[Network, Callable[[Tensor], Tensor]]:
-    """Returns the network, and the function that makes scores of its outputs."""
+def network_of(about: Description, weights: dict[str, Tensor]) -> tuple[Network, Callable[[Tensor], Tensor], Objective]:
+    """Returns the network, the function that calibrates its outputs, and the objective that makes scores of these."""
     options: dict[str, Any] = dict(about.model)
     num_dense, edges = options.pop("num_dense"), options.pop("edges", ())
     spec = MODELS[options["name"]].model_validate_json(json.dumps(options))
@@ -102,13 +102,13 @@ def network_of(about: Description, weights: dict[str, Tensor]) -> tuple[Network,
         build().load_state_dict(weights, assign=True)
     network = build()
     network.load_state_dict(weights)
-    return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration)
+    return network, partial(_calibrated, about.calibration), for_labels(spec.trained_for, about.labels)
 
 
-def _scores(objective: Objective, layers: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:
+def _calibrated(layers: tuple[Any, ...], outputs: Tensor) -> Tensor:
     for layer in layers:
         outputs = calibrated(outputs, **layer)
-    return objective.scores(outputs)
+    return outputs
 
 
 def seen_of(about: Description) -> Seen:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from hotrow.base.files import parse_bytes
 from hotrow.data.seen import Seen
 from hotrow.models.spec import SampleError
+from hotrow.run.explain import Explanation
 from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import Version
 
@@ -118,6 +119,21 @@ class Scorer:
         if warning:
             warnings.warn(warning, stacklevel=2)
         return scores
+
+    def explain(self, rows: Any, *, strict: bool = False) -> Explanation:
+        """Returns what each raw column adds to the output of each row, as `Run.explain` does. rows, strict: as for
+        `score`."""
+        if isinstance(rows, list | Mapping):
+            _check(rows, {})
+        try:
+            found, seen, warning = self._now.explain(rows, strict=strict)
+        except SampleError as error:
+            raise ValueError(f"row {error.sample}: {error.feature} has {error.reason}") from None
+        with self._counting:
+            self._seen.merge(seen)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        return found
 
     def answer(
         self, rows: Any = None, *, user: Any = None, items: Any = None, strict: bool = False, until: float = math.inf

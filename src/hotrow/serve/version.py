@@ -7,8 +7,9 @@ so that scores equal those of `Run.predict`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,16 @@ from hotrow.base.files import claim
 from hotrow.base.records import nearest
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import RowError
+from hotrow.data.packed.format import read_info
 from hotrow.data.seen import Seen
 from hotrow.data.sources.tabular import Mixed, frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.delta import checksum_of
-from hotrow.export.export import DOCUMENT, EXPORT, WEIGHTS, verify_export
+from hotrow.export.export import DOCUMENT, ENCODER, EXPORT, WEIGHTS, verify_export
 from hotrow.kernels import ops
 from hotrow.models.spec import SampleError
 from hotrow.run.build import look_up
+from hotrow.run.explain import Explanation, explained, joined
 from hotrow.serve.cells import cells_of
 from hotrow.serve.described import encoder_of, explaining, network_of, seen_of, tables_of
 from hotrow.serve.mapped import Budget, MappedTables, SmallLookups
@@ -71,7 +74,8 @@ class Version:
                 self._embedding = EmbeddingCollection(tables, memory=self.mapped)
             if sorted(self._embedding.feature_names) != sorted(encoder.schema.feature_names):
                 raise ValueError("features of the tables are not those of the encoder")
-            self._model, self._scores = network_of(about, load(read_file(path / WEIGHTS)))
+            self._model, self._calibrated, self._objective = network_of(about, load(read_file(path / WEIGHTS)))
+            self._means = about.means
             self._packed = ops.Packed(self._model.parameters())
             self.usual = seen_of(about)
             self._encoder, self._cells = encoder, cells_of(encoder, self.usual)
@@ -84,7 +88,7 @@ class Version:
         nothing = Mixed(pa.table({name: pa.nulls(1) for name in self.columns}), {})
         (row,) = self._batches(nothing, Seen(), strict=False)
         # Some models refuse a row without ids, so each feature has one.
-        self._outputs(row.dense, KeyedJaggedTensor(names, torch.zeros(len(names), dtype=torch.int64)))
+        self._made(row.dense, KeyedJaggedTensor(names, torch.zeros(len(names), dtype=torch.int64)), self._scores)
 
     def score(
         self, user: Mapping[str, Any], items: Any, *, strict: bool
@@ -111,7 +115,8 @@ class Version:
             feature, row = np.argwhere(unknown)[0].tolist()
             raise ValueError(f"column {cells.names[feature]!r}, row {row}: {UNKNOWN}; check how it is written")
         sparse = KeyedJaggedTensor(cells.names, torch.from_numpy(found.ids.reshape(-1)))
-        return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), cells.tally(found), warning
+        dense_BI = torch.from_numpy(found.dense).expand(num_rows, -1)
+        return self._made(dense_BI, sparse, self._scores), cells.tally(found), warning
 
     def counted(self, tally: NDArray[np.int64]) -> Seen:
         """Returns counts of what rows held, from the sum of the tallies of `score`."""
@@ -122,6 +127,17 @@ class Version:
 
     def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen, str]:
         """As `score`, for a frame or a dict of columns."""
+        scores, seen, warning = self._each(frame, self._scores, strict=strict)
+        return np.concatenate([np.empty(self._shape, np.float32), *scores]), seen, warning
+
+    def explain(self, frame: Any, *, strict: bool) -> tuple[Explanation, Seen, str]:
+        """As `score_frame`, what columns add to the outputs."""
+        of = partial(explained, read_info(self.path / ENCODER), self._model, self._means, self._output)
+        found, seen, warning = self._each(frame, of, strict=strict)
+        return joined(found), seen, warning
+
+    def _each(self, frame: Any, of: Callable[[Tensor, Any], Any], *, strict: bool) -> tuple[list[Any], Seen, str]:
+        """What `of` makes of the inputs of rows, piece by piece."""
         given, seen = frame_to_arrow(frame, values="any"), Seen(None, self.usual.ranges)
         found = given if isinstance(given, Mixed) else Mixed(given, {})
         num_rows, there = len(found), {*found.table.column_names}
@@ -130,19 +146,20 @@ class Version:
         warning = self._warning(there, strict=strict)
         columns = {name: found.table[name] if name in there else pa.nulls(num_rows) for name in self.columns}
         table = Mixed(pa.table(columns), {name: own for name, own in found.cells.items() if name in columns})
-        scores = [np.empty(self._shape, np.float32)]
+        made, first_row = [], 0
         try:
             for batch in self._batches(table, seen, strict=strict):
-                scores.append(self._outputs(batch.dense, batch.sparse))
+                made.append(self._made(batch.dense, batch.sparse, of))
+                first_row += len(batch)
         except RowError as error:
             said = error.reason.partition("; ")[0]
             raise ValueError(f"column {error.name!r}, row {error.line - 1}: {said}; correct it") from None
         except SampleError as error:
-            raise SampleError(sum(map(len, scores)) + error.sample, error.feature, error.reason) from None
+            raise SampleError(first_row + error.sample, error.feature, error.reason) from None
         if strict and (unknown := next((name for name, own in seen.columns.items() if own.get("unknown")), None)):
             row = self._first_unknown(table, unknown)
             raise ValueError(f"column {unknown!r}, row {row}: {UNKNOWN}; check how it is written")
-        return np.concatenate(scores), seen, warning
+        return made, seen, warning
 
     def _batches(self, table: Mixed, seen: Seen, *, strict: bool) -> Iterator[Batch]:
         if not len(table):
@@ -174,13 +191,20 @@ class Version:
         return low
 
     @torch.no_grad()
-    def _outputs(self, dense_BI: Tensor, sparse: KeyedJaggedTensor) -> NDArray[np.float32]:
+    def _made(self, dense_BI: Tensor, sparse: KeyedJaggedTensor, of: Callable[[Tensor, Any], Any]) -> Any:
+        """What `of` makes of dense inputs and the tables' rows."""
         self.mapped.ask_for(sparse)
         with one_thread(), ops.weights_stay(self._packed):
-            rows = look_up(self._model, self._embedding, sparse)
-            found: NDArray[np.float32] = self._scores(self._model(dense_BI, rows)).numpy()
+            found = of(dense_BI, look_up(self._model, self._embedding, sparse))
         self.mapped.keep_within()
         return found
+
+    def _output(self, dense_BI: Tensor, rows: Any) -> Tensor:
+        return self._calibrated(self._model(dense_BI, rows))
+
+    def _scores(self, dense_BI: Tensor, rows: Any) -> NDArray[np.float32]:
+        scores: NDArray[np.float32] = self._objective.scores(self._output(dense_BI, rows)).numpy()
+        return scores
 
 
 def _held(export: Path, stack: ExitStack) -> Path:

@@ -12,11 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hotrow.api import load
+from hotrow.base.files import crc32
 from hotrow.config.schema import Config
-from hotrow.objectives.objective import compared, shown
+from hotrow.data.packed.format import DatasetInfo
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.split import TEST, plan_of
+from hotrow.objectives.objective import Metrics, Objective, compared, shown
+from hotrow.report.columns import schema_of
 from hotrow.run.record import RunRecord
 
 MAX_SEEDS = 1000
@@ -58,26 +67,33 @@ def with_error(own: Mapping[str, float | None]) -> str:
 def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
     """Returns the `options` in which two runs differ, and by metric on their test rows what `compared` says.
 
-    Raises ValueError, which names both, if they differ in test rows or objective.
+    If two schemas have prepared their data from the same files, the rows that test both are found by their numbers
+    there. Raises ValueError, which names both, if they have no such rows or not the same objective.
     """
     runs, names = [load(first), load(second)], [str(first), str(second)]
-    for what in ("objective", "dataset"):
-        one, other = (getattr(run.record, what) for run in runs)
-        if one is None or other is None:
-            raise ValueError(f"{names[one is not None]} ended before its first step, so it has no model to compare")
-        if one != other and (what == "objective" or one["checksum"] != other["checksum"]):
-            one, other = (own if isinstance(own, str) else own["path"] for own in (one, other))
-            raise ValueError(
-                f"the {what} of {first} is {one}, that of {second} is {other}: only figures of the same test rows, for "
-                "one objective, can be compared; train both on one dataset"
-            )
+    one, other = (run.record.dataset for run in runs)
+    if one is None or other is None:
+        raise ValueError(f"{names[one is not None]} ended before its first step, so it has no model to compare")
     by = {run.record.metrics_by for run in runs} - {None}
     if len(by) > 1:
         raise ValueError(f"{first} and {second} are judged by {' and by '.join(sorted(map(str, by)))} (metrics.by)")
+    objectives, is_one = sorted({run.record.objective for run in runs}), one["checksum"] == other["checksum"]
+    try:
+        if len(objectives) > 1:
+            raise ValueError(f"their objectives are {' and '.join(objectives)}")
+        if runs[0].record.trained_for.retrieves and not is_one:
+            raise ValueError("each finds the items of its own dataset")
+        at = [] if is_one else _common_rows([PackedDataset.open(run.folder.encoder).info for run in runs])
+    except ValueError as error:
+        raise ValueError(
+            f"{first}, of the dataset {one['path']}, and {second}, of {other['path']}, cannot be compared: {error}; "
+            "train both for one objective, on one dataset or on two that were prepared from the same files"
+        ) from None
     scored = []
     for run in runs:
         with closing(run):
             scored.append(run.judged("test"))
+    scored = scored if is_one else _chosen(names, runs[0].record.trained_for, scored, at)
     return {
         "runs": names,
         "rows": scored[0].num_rows,
@@ -85,6 +101,57 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
         "metrics": compared(runs[0].record.trained_for, *scored),
         "samples_per_s": [run.record.samples_per_s for run in runs],
     }
+
+
+def _common_rows(infos: Sequence[DatasetInfo]) -> list[NDArray[np.int64]]:
+    """By dataset, the places among its test rows of those that test both. Raises ValueError, which says why, if they
+    are not known."""
+    one, other = ([file.checksum for file in info.sources] for info in infos)
+    if not all(one) or one != other or not one:
+        raise ValueError("their rows are not known to come from the same files")
+    first, second = map(_test_rows, infos)
+    common, *at = np.intersect1d(first, second, assume_unique=True, return_indices=True)
+    if not len(common):
+        raise ValueError("no row tests both")
+    return at
+
+
+def _test_rows(info: DatasetInfo) -> NDArray[np.int64]:
+    """The numbers that test rows have in the files of a dataset, in their order in the dataset."""
+    made, paths = info.ids, [Path(file.path) for file in info.sources]
+    if made.get("rows") is not None or made.get("sample") != 1.0 or "day" in made or info.summary["rows_skipped"]:
+        raise ValueError("rows of the files were left out, so numbers of rows are not known")
+    numbers: NDArray[np.int64] = np.arange(cast(int, info.summary["rows_read"]))
+    times: NDArray[np.int64] | None = None
+    schema = schema_of(info)
+    if schema is not None and schema.time is not None and made["source"] != "criteo":
+        for path, file in zip(paths, info.sources, strict=True):
+            if not path.is_file() or f"crc32:{crc32(path.resolve()):08x}" != file.checksum:
+                raise ValueError(f"{path}, which says the times of rows, is gone or has changed")
+        encodings: Any = made["encodings"]
+        opened = open_source(str(made["source"]), [*map(str, paths)], schema=schema, encodings=encodings)
+        times = np.concatenate([chunk.time for chunk in opened.source.chunks() if chunk.time is not None])
+        numbers = np.argsort(times, kind="stable")  # as preparation stores them
+        times = times[numbers]
+    is_test: NDArray[np.bool_] = plan_of(cast(Any, made["split"])).assign(numbers, times) == TEST
+    return numbers[is_test]
+
+
+def _chosen(
+    names: Sequence[str], objective: Objective, scored: Sequence[Metrics], at: Sequence[NDArray[np.int64]]
+) -> list[Metrics]:
+    """The rows at the given places, each judged by both. Raises ValueError if their labels or weights differ."""
+    rows: Any = [
+        [None if column is None else column[places] for column in own.rows()]
+        for own, places in zip(scored, at, strict=True)
+    ]
+    for what, one, other in zip(("labels", "weights"), rows[0][1:], rows[1][1:], strict=True):
+        if not np.array_equal(one, other):  # None equals None
+            raise ValueError(f"{' and '.join(names)} read other {what} of the same rows; give their schemas the same")
+    found = [objective.metrics() for _ in rows]
+    for metrics, own in zip(found, rows, strict=True):
+        metrics.update(*own)
+    return found
 
 
 def verdict(own: Mapping[str, Any]) -> list[str]:

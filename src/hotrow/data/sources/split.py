@@ -7,7 +7,7 @@ splits, as indices into `SPLITS`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -84,6 +84,15 @@ def plan_to_json(plan: SplitPlan) -> dict[str, Any]:
     """Returns `plan` as dataset.json stores it."""
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
     return {"kind": plan.kind, **fields}
+
+
+def plan_of(stored: Mapping[str, Any]) -> SplitPlan:
+    """Returns the plan that dataset.json stores."""
+    kinds: dict[str, Any] = {each.kind: each for each in (RandomPlan, TimePlan, RangePlan)}
+    plan: SplitPlan = kinds[stored["kind"]](
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+    )
+    return plan
 
 
 def reference_plan(rows_per_file: Sequence[int]) -> RangePlan:
