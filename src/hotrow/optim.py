@@ -121,7 +121,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _row_shape(self, table: TableConfig) -> tuple[int, ...]:
-        """Returns the shape of a state of one row."""
         return (table.embedding_dim,)
 
     def _initial(self, group: dict[str, Any], state: TableState) -> TableState:

@@ -28,7 +28,6 @@ ISAS = ("baseline", "avx2", "avx512")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of hotrow, Python, torch and numpy."""
     names = {"hotrow": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return {**names, "numpy": np.__version__}
 

@@ -304,7 +304,6 @@ def _words(field: FieldInfo) -> list[tuple[str, ...]]:
 
 
 def _render(schema: dict[str, Any]) -> str:
-    """Returns a field's JSON schema in words."""
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(_render(choice) for choice in choices)
     if "const" in schema or "enum" in schema:

@@ -467,7 +467,6 @@ class Config(_Section):
         return None if self.tiers.write_budget is None else parse_byte_rate(self.tiers.write_budget)
 
     def with_micro_batches(self, number: int) -> Config:
-        """Returns this config with `train.micro_batches` set."""
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batches": number})})
 
     def to_yaml(self) -> str:

@@ -61,7 +61,6 @@ class FoundHot:
 
     @property
     def rows(self) -> HotSet:
-        """The hot rows."""
         return self.calibration.hot
 
     def to_json(self) -> dict[str, Any]:

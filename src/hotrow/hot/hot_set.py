@@ -67,7 +67,6 @@ class HotRows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of the table are hot."""
         return self.prefix + len(self.listed)
 
     @cached_property
@@ -97,7 +96,6 @@ class HotSet:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of all tables are hot."""
         return sum(rows.num_rows for rows in self.rows.values())
 
     @property
@@ -153,7 +151,6 @@ class TableUse:
         return positions
 
     def positions(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Returns the positions of these rows in the order."""
         return ids if self.order is None else self._positions[ids]
 
     def first(self, num_rows: int) -> HotRows:
@@ -250,7 +247,6 @@ def samples_by_block(dataset: PackedDataset, chosen: NDArray[np.int64]) -> Itera
 
 
 def _ids_of(ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Returns all ids of these samples of a block."""
     if not isinstance(ids, Ragged):
         return ids[rows]
     picked = np.zeros(len(ids.row_splits) - 1, np.bool_)

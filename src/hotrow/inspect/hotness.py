@@ -51,7 +51,6 @@ class TableHotness:
         return max(1, round(share * self.table.num_embeddings))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of one entry of `tables`."""
         return {
             "table": self.table.name,
             "features": list(self.table.features),
@@ -113,7 +112,6 @@ class Hotness:
 
 
 def demand_json(demand: Demand) -> dict[str, Any]:
-    """Returns a demand and the figures that follow from it."""
     names = ("gross_bytes", "net_bytes", "training_bytes", "table_bytes", "density")
     fields = ("row_bytes", "state_bytes", "lookups", "rows", "unique_ratio")
     return {name: getattr(demand, name) for name in (*fields, *names)}

@@ -31,7 +31,6 @@ def held(num_parts: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def width(num_parts: int) -> int:
-    """Returns the leaves of the whole tree."""
     return 1 << (num_parts - 1).bit_length()
 
 

@@ -63,7 +63,6 @@ class SeveralLabels(Objective):
         return found
 
     def loss(self, outputs_BL: Tensor, labels_BL: Tensor, num_samples: int, weight_B: Tensor | None = None) -> Tensor:
-        """Returns the mean over the labels of the base's loss, 0-dim."""
         columns = zip(outputs_BL.unbind(1), torch.split(labels_BL, 1, 1), strict=True)
         losses = [self.base.loss(output_B, label_B1, num_samples, weight_B) for output_B, label_B1 in columns]
         return functools.reduce(torch.add, losses) / len(losses)
@@ -71,7 +70,6 @@ class SeveralLabels(Objective):
     def measured(
         self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, Any]:
-        """Returns the figures that the class describes."""
         found = [self.base.measured(*columns, weight_N) for columns in zip(outputs_NL.T, label_NL.T, strict=True)]
         reasons = [
             f"{name}: {own['undefined']}" for name, own in zip(self.names, found, strict=True) if own["undefined"]
@@ -87,7 +85,6 @@ class SeveralLabels(Objective):
         }
 
     def losses(self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any]) -> NDArray[np.float64]:
-        """The mean over the labels of the base's, [N]."""
         columns = zip(outputs_NL.T, label_NL.T, strict=True)
         found: NDArray[np.float64] = np.mean([self.base.losses(*each) for each in columns], axis=0)
         return found
@@ -95,7 +92,6 @@ class SeveralLabels(Objective):
     def influences(
         self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, NDArray[np.float64]]:
-        """Returns the base's for each label."""
         columns = zip(self.prefixes, outputs_NL.T, label_NL.T, strict=True)
         found = ((prefix, self.base.influences(output_N, label_N, weight_N)) for prefix, output_N, label_N in columns)
         return {prefix + name: moved for prefix, each in found for name, moved in each.items()}
@@ -109,14 +105,11 @@ class SeveralLabels(Objective):
         return {code: "; ".join(texts) for code, texts in told.items()}
 
     def verdict(self, figures: Mapping[str, float | None]) -> str:
-        """Returns what the base says of each label."""
         own = self._own({"undefined": None, **figures})
         return "; ".join(f"for {name} {self.base.verdict(each)}" for name, each in own.items())
 
     def lines(self, figures: Figures) -> list[str]:
-        """Returns the base's lines for each label, which name it."""
         return [f"{line}   {name}" for name, own in self._own(figures).items() for line in self.base.lines(own)]
 
     def line(self, figures: Figures) -> str:
-        """Returns the measures of all labels in one line."""
         return "; ".join(f"{name} {self.base.line(own)}" for name, own in self._own(figures).items())

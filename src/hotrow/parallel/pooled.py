@@ -346,7 +346,6 @@ class _Waiting(NamedTuple):
 
 
 def only(sparse: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """Returns the bags of some features alone."""
     at = [sparse.keys.index(name) for name in names]
     lengths = None if sparse.one_hot else sparse.lengths.view(len(sparse.keys), sparse.stride)[at].view(-1)
     return KeyedJaggedTensor(names, *_cut(sparse, [sparse.span(name) for name in names]), lengths=lengths)

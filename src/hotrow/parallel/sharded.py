@@ -698,5 +698,4 @@ class Sharded(Placement):
 
 
 def _same(lookups: ops.Lookups, others: ops.Lookups) -> bool:
-    """Returns whether these are the same objects."""
     return [[*map(id, own)] for own in lookups] == [[*map(id, own)] for own in others]

@@ -124,7 +124,6 @@ class ShardedChanges:
         return found
 
     def writer(self, table: str) -> int | None:
-        """See Changes."""
         shard = self._shards[table]
         return shard.owners[0] if shard.is_cut else None
 

@@ -436,7 +436,6 @@ class Tiers(Placement):
             self.raise_failure()
 
     def raise_failure(self, *, only_if_failed: bool = False) -> None:
-        """Raises StoreError with what went wrong."""
         what = self.caches.failure()
         if what or not only_if_failed:
             raise StoreError(what or "a store failed without saying why")

@@ -93,7 +93,6 @@ class DenseDevice:
         return f"; dense layers on {self.device}{name}, {self.words()}"
 
     def words(self) -> str:
-        """Returns the arithmetic in words for the user."""
         if (self.dtype, self.device.type) == ("bf16", "cpu"):
             if ops.bfloat16_products():
                 return "bfloat16 in products of MLPs, sums and weights float32"

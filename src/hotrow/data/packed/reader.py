@@ -256,7 +256,6 @@ class PackedDataset:
 
     @property
     def has_counts(self) -> bool:
-        """Whether the accesses of every table's rows are known."""
         return all(table.counts_file in self.info.files for table in self.info.tables)
 
     @property
