@@ -136,10 +136,8 @@ class Communicator:
         return self.ranks.size
 
     def with_micro_batches(self, micro_batches: int) -> Communicator:
-        """Returns the communicator of the same ranks for a number of micro-batches. It counts together with this one.
-
-        Raises ValueError if a rank would have none.
-        """
+        """The communicator of the same ranks, which counts with this one. Raises ValueError if a rank would have no
+        part."""
         return replace(self, ranks=self.ranks.with_micro_batches(micro_batches))
 
     def exchange(self, messages: Messages, *, purpose: str, num_heads: Sequence[int] | None = None) -> list[Tensor]:
@@ -231,11 +229,8 @@ class Communicator:
         return come
 
     def _send_heads(self, numbers: Sequence[int], number: int, purpose: str) -> Callable[[], list[int]]:
-        """Sends each rank a number: the bytes of a message, or those of an error as a number below 0. Returns what
-        waits for theirs, and returns them by rank.
-
-        number: which exchange this is.
-        """
+        """Sends each rank a number, the bytes of a message or minus those of an error, in exchange `number`; returns
+        what waits for theirs, by rank."""
         mark = (number & 0x7FFFFFFF) << 32 | zlib.crc32(purpose.encode())
         told = torch.tensor([[own, mark] for own in numbers]).view(torch.uint8)
         received = [*told]

@@ -51,11 +51,8 @@ class Gloo:
 
 
 def communicator(group: Any = None, micro_batches: int | None = None) -> Communicator:
-    """Returns the communicator of a process group of torch.distributed.
-
-    group: if None, torch's default group. micro_batches: if None, one for each rank. Raises ValueError if there are
-    fewer micro-batches than ranks.
-    """
+    """The communicator of a process group; None: torch's default. micro_batches: None means one for each rank;
+    ValueError if there are fewer."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ranks = Ranks(rank, size, size, transport="gloo")
     ranks = ranks.with_micro_batches(size if micro_batches is None else micro_batches)

@@ -193,10 +193,8 @@ class Pooled:
     def begin(
         self, served: Served, slots: Callable[[], Mapping[int, Tensor]], sparse: KeyedJaggedTensor, *, training: bool
     ) -> Callable[[], PooledBatch]:
-        """Pools for all ranks, and sends the vectors. Returns what waits for those of this rank's samples.
-
-        slots: returns by table the slots of the ids below. If it raises, all ranks raise when they wait.
-        """
+        """Pools for all ranks and sends the vectors; returns what waits for those of this rank's samples. slots: by
+        table, of the ids below; if it raises, all ranks raise when they wait."""
         starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
 
@@ -282,11 +280,8 @@ class Pooled:
     def gradients(
         self, lookups: ops.Lookups, *, but: frozenset[int]
     ) -> tuple[Arriving | None, Callable[[], ops.Lookups]]:
-        """Sends gradients of pooled vectors to the owners. Returns those that come here, None if there are none, and
-        what returns them as lookups of rows below.
-
-        but: tables to leave out.
-        """
+        """Sends gradients of pooled vectors to the owners, but for the tables `but`. Returns what comes here, or None,
+        and what returns it as lookups of rows below."""
         waiting = []
         for kernels, sparse, grad in lookups:
             if (batch := self._batches.get(id(sparse.values))) is not None:

@@ -126,10 +126,8 @@ class Backing(Placement, Protocol):
 
 
 class Device(Placement):
-    """The slots of one collection on a device, in front of the placement `below`.
-
-    Raises ImportError if Triton is not installed, ValueError if there is no native module.
-    """
+    """Slots of one collection on a device, before the placement `below`. Raises ImportError without Triton, ValueError
+    without the native module."""
 
     looks_ahead = True
     stall_s = 0.0
@@ -448,10 +446,8 @@ class Device(Placement):
         return self.below.rows(table, state)
 
     def flush(self) -> None:
-        """Copies changed rows back, so that every row below is current and may be changed there.
-
-        The slots are read again before their next use. Raises StoreError if rows are lost.
-        """
+        """Copies changed rows back, so that rows below are current and may change; slots are read again before their
+        next use. Raises StoreError if rows are lost."""
         with self._lock:
             self._raise_failure()
             if self.arrays is not None and not self._stale:

@@ -74,10 +74,8 @@ class Engines:
         return float(sum(engine.blocked_ns() for engine, _ in self._started.values() if engine is not None)) / 1e9
 
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
-        """Returns (engine, descriptor, None), or the threads, a descriptor for them, and why it is not io_uring.
-
-        Raises StoreError if not one thread can be started; warns if fewer than num_threads can.
-        """
+        """(engine, descriptor, None), or the threads, their descriptor, and why not io_uring. Raises StoreError if no
+        thread can be started; warns if fewer than num_threads can."""
         descriptor, reason = store_file.open_direct(path, sector)
         engine = None
         if descriptor is not None and self.io != "threads":
@@ -162,10 +160,8 @@ class Store:
             raise StoreError(what or f"table {self.rows.table!r}: the store failed without saying why")
 
     def close(self) -> None:
-        """Writes what waits, then closes the file. Raises StoreError if something was not written.
-
-        In a forked child it writes nothing: the store belongs to the parent.
-        """
+        """Writes what waits, then closes; StoreError if something was not written. A forked child writes nothing: the
+        store is the parent's."""
         if self.native is None:
             return
         what = None if self._process != os.getpid() or self.native.flush() else self.failure()
@@ -174,10 +170,7 @@ class Store:
             raise StoreError(what)
 
     def discard(self) -> None:
-        """Closes without writing what waits, because the files are removed next.
-
-        Whoever still holds `native` gets StoreError from every later call.
-        """
+        """Closes without writing, because the files are removed next. `native` raises StoreError from then on."""
         if self.native is None:
             return
         if self._process == os.getpid():

@@ -297,10 +297,8 @@ class Tiers(Placement):
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Brings the rows of a training batch that comes later, and keeps them until it has been trained.
-
-        A batch with an id out of range is left to its lookup, which raises the error.
-        """
+        """Brings the rows of a later training batch, and keeps them until it was trained. An id out of range is left to
+        the lookup, which raises."""
         if sparse not in self.announced and (flight := self._admit(sparse, keep=True)) is not None:
             self.announced.add(sparse, flight)
 
@@ -357,10 +355,8 @@ class Tiers(Placement):
         return next(t for t, each in enumerate(self.tables) if each.name == table)
 
     def bring(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
-        """Starts to bring rows, by table number, to slots; the flight's `slots` has those of all tables end to end.
-
-        keep: into the cache, as for a training batch; else beside it. Raises StoreError if a store has failed.
-        """
+        """Starts to bring rows by table number to slots, which the flight has end to end: `keep` into the cache, else
+        beside it. Raises StoreError if a store failed."""
         self._laid_out()
         self.raise_failure(only_if_failed=True)
         flight = self._fly(*_end_to_end(rows), keep=keep)
