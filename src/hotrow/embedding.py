@@ -75,10 +75,8 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """By table, its rows [N, D] in its dtype: what lookups read; updated in place.
-
-        In tiers they are indexed by slot, not by row, and only slots in use mean anything.
-        """
+        """By table, rows [N, D] in their dtype, as lookups read them, updated in place. In tiers indexed by slot; only
+        slots in use count."""
         return self.placement.weights
 
     @property
@@ -123,10 +121,8 @@ class EmbeddingCollection(nn.Module):
         return emb
 
     def to_torch(self) -> dict[str, nn.EmbeddingBag]:
-        """Returns a copy of each table, by name, as an nn.EmbeddingBag of its pooling; float16 only if the table is.
-
-        Raises ValueError in tiers, whose tables may be larger than memory.
-        """
+        """A copy of each table, by name, as nn.EmbeddingBag of its pooling; float16 only if the table is. Raises
+        ValueError in tiers."""
         modules = {}
         for number, table in enumerate(self.tables):
             weight = self._whole(table.name)

@@ -160,10 +160,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def prepare(self) -> Callable[[], None]:
-        """Starts what the next step on the pending batches needs of other ranks; `step` or `zero_grad` must follow.
-
-        Returns what waits for it; `step` waits too.
-        """
+        """Starts what the next step needs of other ranks, and returns what waits for it, as `step` does; `step` or
+        `zero_grad` must follow."""
         waiting = [k for k, part in enumerate(self._parts) if part.emb.pending]
         begun = [self._parts[k].emb.placement.prepare(self._lookups(k)) for k in waiting]
 
@@ -282,10 +280,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` returned: rates and states; of tables in tiers a checkpoint does.
-
-        Raises ValueError if it belongs to other tables or another optimizer; then nothing has changed.
-        """
+        """Restores rates and states of `state_dict()`; in tiers a checkpoint does. Raises ValueError, with nothing changed, if they are
+        of other tables or another optimizer."""
         for part in self._parts:
             part.emb.placement.check("optimizer_state_dict")
         own = [group["name"] for group in self.param_groups]
@@ -518,11 +514,8 @@ class SplitSGDBF16(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns the closure's loss, if one is given.
-
-        Raises ValueError if a parameter was changed since it was split, or has a sparse gradient; then nothing has
-        moved.
-        """
+        """Steps every parameter with a gradient; returns the closure's loss, if any. Raises ValueError, with nothing
+        moved, for one changed since it was split or a sparse gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -592,11 +585,8 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
-    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity; if None,
-    nowhere.
-
-    The sums a row gets from many finite gradients are not looked at.
-    """
+    """Where pending gradients of `emb` and their per-id weights first have NaN or infinity, or None. Sums over them are
+    not looked at."""
     for pending in emb.pending:
         found = ops.first_nonfinite(pending.grad)
         if found is not None:

@@ -90,10 +90,7 @@ def _load() -> tuple[Any, str | None]:
 
 
 def native_module(need: str = "tables in tiers need") -> Any:
-    """Returns the native module. Raises ValueError, with the command that builds it, if there is none.
-
-    need: who needs it, for the message.
-    """
+    """The native module. Raises ValueError, with the command that builds it, if `need` has none."""
     module, reason = _load()
     if module is None:
         raise ValueError(
@@ -117,10 +114,7 @@ def rebuild() -> str:
 
 
 def _limit_isa(module: Any) -> None:
-    """Limits the native kernels, and torch, to the instruction set that HOTROW_ISA names.
-
-    Raises ValueError if this machine or build does not have it.
-    """
+    """Limits native kernels and torch to HOTROW_ISA. Raises ValueError if this machine or build lacks it."""
     if (limit := isa_limit()) is None:
         return
     if limit not in (available := module.isas()):
@@ -171,10 +165,8 @@ def backend() -> Backend:
 
 
 def isas() -> tuple[str, ...]:
-    """Returns the instruction sets of the native kernels that may run here, narrowest first; empty for the reference.
-
-    They are the machine's, up to HOTROW_ISA if it is set.
-    """
+    """Instruction sets of the native kernels that may run here, up to HOTROW_ISA, narrowest first; empty for the
+    reference."""
     module, limit = _native(), isa_limit()
     available = () if module is None else tuple(module.isas())
     return available[: available.index(limit) + 1] if limit in available else available
@@ -191,10 +183,8 @@ def bfloat16_products() -> bool:
 
 
 def isa_of(dense_dtype: str) -> str:
-    """Returns the instruction set by which results may differ in their last bits.
-
-    It names our products of bfloat16 if they run: other processors with the same set may leave them to torch.
-    """
+    """The instruction set by which last bits may differ. It names our bfloat16 products if they run: others of the set
+    may use torch's."""
     isa = backend().isa
     return f"{isa} with avx512_bf16" if dense_dtype == "bf16" and bfloat16_products() else isa
 
@@ -306,10 +296,8 @@ class Kernels:
         )
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Returns the position of each feature of the collection among `keys`; 0 for features that are not served.
-
-        Raises ValueError naming a feature of the layout that is missing.
-        """
+        """Each feature's position among `keys`; 0 for those not served. Raises ValueError naming a feature of the
+        layout that is missing."""
         found = self._positions.get(keys)
         if found is None:
             self.layout.check_keys(keys)
@@ -519,11 +507,8 @@ def flush_denormals(weights: Iterable[Tensor]) -> None:
 def distinct_rows(
     values: Tensor, spans: Sequence[tuple[int, int, int]], num_rows: Sequence[int], shares: Shares
 ) -> Distinct | None:
-    """Returns the distinct rows of a batch by table and by who holds them (`reference.distinct_rows`).
-
-    spans: a table's number, which rises, and the first and the end of ids of it in `values`. num_rows: by table.
-    Returns None if an id is outside its table.
-    """
+    """The distinct rows by table and holder (`reference.distinct_rows`); None for an id outside its table. spans:
+    table, rising, first id in `values`, and end."""
     if _native() is None:
         return reference.distinct_rows(values, spans, num_rows, shares)
     found = _native().distinct_rows(*_views(values), spans, num_rows, _shares(shares), torch.get_num_threads())
@@ -561,10 +546,8 @@ def unpack_sums(
     *,
     only_rows: bool = False,
 ) -> Pieces:
-    """Returns rows and sums of some nodes (message, node) of messages (`reference.unpack_sums`).
-
-    Raises RuntimeError if a message is not one that `pack_sums` makes.
-    """
+    """Rows and sums of nodes (message, node) (`reference.unpack_sums`). Raises RuntimeError for messages not of
+    `pack_sums`."""
     if _native() is None:
         return reference.unpack_sums(messages, pieces, first_keys, dims.tolist(), prefix, only_rows)
     each = [(*_views(words), num_nodes, types.TAKEN.index(taken)) for words, num_nodes, taken in messages]
@@ -734,10 +717,8 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
 
 def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = False) -> tuple[Tensor, Tensor]:
-    """The `dot_interaction`, and the first column of the pooled rows, [B, F], as one operation of autograd.
-
-    concatenated: whether the pooled rows themselves stand behind the products.
-    """
+    """`dot_interaction`, and the pooled rows' first column [B, F], in one operation. concatenated: rows stand behind
+    the products."""
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
     wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
     if not fits or not wide:
