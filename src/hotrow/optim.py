@@ -280,8 +280,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores rates and states of `state_dict()`; in tiers a checkpoint does. Raises ValueError, with nothing changed, if they are
-        of other tables or another optimizer."""
+        """Restores rates and states of `state_dict()`; in tiers a checkpoint does. Raises ValueError, with nothing
+        changed, if they are of other tables or another optimizer."""
         for part in self._parts:
             part.emb.placement.check("optimizer_state_dict")
         own = [group["name"] for group in self.param_groups]

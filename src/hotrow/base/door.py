@@ -87,10 +87,8 @@ def is_taken(path: Path | str) -> bool:
 
 
 def make_folder(path: Path | str, *, within: Path | None = None) -> None:
-    """Makes the folder `path`, and missing ones above it, for the owner alone (mode 0700). It may exist already.
-
-    Raises ValueError if something else has its place; below the folder `within` also if a link has.
-    """
+    """Makes `path` and missing parents, mode 0700, if absent. Raises ValueError for something else there, or a link
+    below `within`."""
     path = Path(path)
     if not path.parent.exists():
         make_folder(path.parent, within=None if path.parent == within else within)
@@ -104,10 +102,8 @@ def make_folder(path: Path | str, *, within: Path | None = None) -> None:
 
 
 def remove(path: Path, *, within: Path | None = None) -> None:
-    """Removes the file, link or whole folder `path`, if there is one. A link goes, and what it names stays.
-
-    No link below `within`, by default the folder of `path`, is followed: ValueError is raised instead.
-    """
+    """Removes the file, link or folder `path`, if any; of a link, not its target. Raises ValueError for a link between
+    `within` (default: its folder) and `path`."""
     with suppress(FileNotFoundError), _parent(path, within) as parent:
         if stat.S_ISDIR(os.lstat(path.name, dir_fd=parent).st_mode):
             shutil.rmtree(path.name, dir_fd=parent)

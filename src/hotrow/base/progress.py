@@ -153,10 +153,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Yields a callback that shows rows, rate and remaining time on stderr.
-
-    On a terminal there is one bar per stage; elsewhere there are timed lines, as a bar would appear only at the end.
-    """
+    """Yields a callback that shows rows, rate and time left on stderr: a bar per stage on a terminal, elsewhere timed
+    lines."""
     console = Console(stderr=True)
     with _bars(console) if console.is_terminal else _lines() as show:
         yield show

@@ -152,10 +152,8 @@ def read_config(
     example: str = "recipes/criteo-small.yaml",
     field: str = "data: data/criteo",
 ) -> dict[str, Any]:
-    """Returns the fields in the YAML file at `path`, unchecked. Raises ValueError if it has none, naming the file.
-
-    what, example, field: what the file is, and what errors name as an example of it and of a field.
-    """
+    """The unchecked fields of a YAML file; ValueError, naming it, without any. what, example, field: its kind, and
+    examples for errors."""
     if not isinstance(path, str | Path):
         raise ValueError(f"{what} is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
     raw = load_yaml(path, what=what, cure=f"pass a YAML file such as {example}")
@@ -173,10 +171,8 @@ def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns a copy of `raw` with each `a.b=v` set.
-
-    Raises ValueError if an override has no `=` or goes through a plain value, or if a key of `raw` is not a text.
-    """
+    """A copy of `raw` with each `a.b=v` set. Raises ValueError without `=`, through a plain value, and for keys that
+    are no text."""
     result: dict[str, Any] = _copy(raw)
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()

@@ -191,10 +191,8 @@ BINS_PER_OCTAVE, FINE_ROWS = 16, 64
 
 
 def _covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
-    """Returns hot rows by table, and how many samples were looked at.
-
-    At least as many of those samples are hot as by the rows with most accesses, whose prefixes are among the choices.
-    """
+    """Hot rows by table, and how many samples were looked at. No fewer of them are hot than by the rows with most
+    accesses."""
     popular = most_accessed(tables, budget_bytes)
     edges = [
         np.array([len(t.counts)]) if t.is_small else np.union1d(prefixes_of(len(t.counts)), [n])

@@ -333,8 +333,8 @@ def _follows(error: BaseException | None) -> bool:
 
 
 def connect(comm: Communicator) -> list[Peer]:
-    """The connections of rank 0 to all others, of others to rank 0. Collective. Raises ValueError where START_S did not
-    do."""
+    """The connections of rank 0 to all others, of others to rank 0. Collective. Raises ValueError, on those
+    concerned, if one did not connect within START_S."""
     mine = {
         "host": socket.gethostname(),
         "pid": os.getpid(),

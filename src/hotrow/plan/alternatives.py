@@ -93,10 +93,8 @@ def try_alternatives(
     rounds: int = ROUNDS,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Found, list[Alternative]]:
-    """Tries `config` and each of `changes`; returns what was found of itself, and what each came to, itself first.
-
-    tell: is called with what is tried next. Raises ValueError if `config` itself is refused.
-    """
+    """Tries `config` and each of `changes`; returns what was found of itself, and of all, itself first. tell: hears
+    what is next. Raises ValueError if `config` is refused."""
     asked = [[], *map(list, changes)]
     for overrides in asked:
         load_config(config, overrides)  # a name that is wrong is not worth a round

@@ -131,10 +131,8 @@ def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> 
 
 
 def shortage(config: Config, tables: Sequence[TableConfig], room: Room, *, beside_bytes: int) -> str | None:
-    """Returns why memory may run out in training although the config says how much of it tables take.
-
-    tables: what this process holds. None if there is enough, and if the config leaves it to `choose`.
-    """
+    """Why memory may run out though the config says what tables take; None if there is enough, or `choose` decides.
+    tables: of this process."""
     needed, available = required_bytes(config, tables), room.dram_bytes
     given = needed if config.memory == "dram" else dram_budget(config, 0)
     taken = min(needed, given)

@@ -23,10 +23,8 @@ MAX_SEEDS = 1000
 
 
 def of_seeds(config: Config, num_seeds: int) -> list[Config]:
-    """Returns the config with `num_seeds` seeds, from its own on; a folder that it names gets folders seed-N.
-
-    Raises ValueError if `num_seeds` is not from 1 to MAX_SEEDS.
-    """
+    """The config with `num_seeds` seeds from its own on, folders seed-N below its own. Raises ValueError unless it is 1
+    to MAX_SEEDS."""
     if not 1 <= num_seeds <= MAX_SEEDS:
         raise ValueError(f"--seeds is {num_seeds}; it must be from 1 to {MAX_SEEDS:,}")
     found = []
@@ -56,10 +54,8 @@ def with_error(own: Mapping[str, float | None]) -> str:
 
 
 def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
-    """Returns the `options` in which two runs differ, and by metric on their test rows what `compared` says.
-
-    Raises ValueError, which names both, if they have not the same test rows or not the same objective.
-    """
+    """The `options` in which two runs differ, and `compared` for their test rows. Raises ValueError if their rows or
+    objectives differ."""
     runs, names = [load(first), load(second)], [str(first), str(second)]
     for what in ("objective", "dataset"):
         one, other = (getattr(run.record, what) for run in runs)

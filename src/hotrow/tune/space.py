@@ -175,10 +175,8 @@ def load_optuna() -> Any:
 
 
 def next_values(space: Mapping[str, Axis], trials: Sequence[Trial], *, sign: int) -> Values | None:
-    """Returns what to try after `trials`; None if MAX_DRAWS draws found nothing that was not tried.
-
-    sign: 1 if higher figures are better, else -1. Nothing but these arguments decides.
-    """
+    """What to try after `trials`, by these arguments alone; None after MAX_DRAWS draws without a new one. sign: 1 if
+    higher is better, else -1."""
     optuna = load_optuna()
     distributions = {name: axis.distribution(optuna) for name, axis in space.items()}
     for draw in range(MAX_DRAWS):
