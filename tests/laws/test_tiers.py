@@ -51,18 +51,11 @@ def tables_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tables(dtype: str) -> list[TableConfig]:
-    init = Uniform(zero_rows=1)
+    init, kind = Uniform(zero_rows=1), dict[str, Any](dtype=dtype)
     return [
-        TableConfig(name="t", num_embeddings=ROWS["t"], embedding_dim=8, feature_names=("a",), dtype=dtype, init=init),  # type: ignore[arg-type]
-        TableConfig(
-            name="u",
-            num_embeddings=ROWS["u"],
-            embedding_dim=19,
-            feature_names=("b", "d"),
-            pooling="mean",
-            dtype=dtype,  # type: ignore[arg-type]
-        ),
-        TableConfig(name="v", num_embeddings=ROWS["v"], embedding_dim=4, feature_names=("c",), dtype=dtype),  # type: ignore[arg-type]
+        TableConfig(name="t", num_embeddings=ROWS["t"], embedding_dim=8, feature_names=("a",), init=init, **kind),
+        TableConfig(name="u", num_embeddings=700, embedding_dim=19, feature_names=("b", "d"), pooling="mean", **kind),
+        TableConfig(name="v", num_embeddings=ROWS["v"], embedding_dim=4, feature_names=("c",), **kind),
     ]
 
 
