@@ -22,6 +22,7 @@ import hotrow
 from expanded import expanded
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
+from hotrow.optim import SparseOptimizer
 from hotrow.parallel import sharded, sharded_rows
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.messages import WireDtype
@@ -47,18 +48,11 @@ OPTIMIZERS = {
     "adam": partial(hotrow.Adam, lr=0.02),
     "ftrl": partial(hotrow.FTRL, lr=0.2, l1=0.001, l2=0.01),
 }
+SPLIT: dict[str, Any] = {"pooling": "mean", "dtype": "bfloat16", "init": Uniform(zero_rows=1)}
 TABLES = [
     TableConfig(name="rows", num_embeddings=90, embedding_dim=1, feature_names=("a",)),
     TableConfig(name="half", num_embeddings=61, embedding_dim=19, feature_names=("b", "d"), dtype="float16"),
-    TableConfig(
-        name="split",
-        num_embeddings=50,
-        embedding_dim=4,
-        feature_names=("c",),
-        pooling="mean",
-        dtype="bfloat16",
-        init=Uniform(zero_rows=1),
-    ),
+    TableConfig(name="split", num_embeddings=50, embedding_dim=4, feature_names=("c",), **SPLIT),
     TableConfig(name="all", num_embeddings=12, embedding_dim=3, feature_names=("e",), pooling="mean"),
     TableConfig(name="tiny", num_embeddings=2, embedding_dim=5, feature_names=("f",), dtype="float16"),
 ]
@@ -113,13 +107,15 @@ def steps_of(seed: int) -> list[Step]:
     return found
 
 
-def make_batch(generator: torch.Generator, size: int, *, weighted: bool = False) -> KeyedJaggedTensor:
+def make_batch(
+    generator: torch.Generator, size: int, *, weighted: bool = False, num_rows: dict[str, int] = NUM_ROWS
+) -> KeyedJaggedTensor:
     """Bags of 0 to 3 ids, few of them different."""
-    lengths = torch.randint(0, 4, (len(FEATURES) * size,), generator=generator)
-    limits = torch.tensor([*NUM_ROWS.values()]).repeat_interleave(size).repeat_interleave(lengths)
+    lengths = torch.randint(0, 4, (len(num_rows) * size,), generator=generator)
+    limits = torch.tensor([*num_rows.values()]).repeat_interleave(size).repeat_interleave(lengths)
     ids = (torch.rand(len(limits), generator=generator) ** 3 * limits).long()
     weights = torch.rand(len(ids), generator=generator) if weighted else None
-    return KeyedJaggedTensor(FEATURES, ids, weights, lengths=lengths)
+    return KeyedJaggedTensor(tuple(num_rows), ids, weights, lengths=lengths)
 
 
 def train(emb: EmbeddingCollection, case: Case, comm: Communicator | None) -> dict[str, Any]:
@@ -157,6 +153,11 @@ def train(emb: EmbeddingCollection, case: Case, comm: Communicator | None) -> di
         if number == 5:  # and is then not what the step needs
             emb.scale_pending(2.0)
         optimizer.zero_grad() if number == 3 else optimizer.step()
+    return ended(emb, optimizer, seen)
+
+
+def ended(emb: EmbeddingCollection, optimizer: SparseOptimizer, seen: list[Tensor]) -> dict[str, Any]:
+    """Closes the tables; returns what was seen, all weights and states, and what their tiers counted."""
     states = optimizer.state_rows()
     whole = [emb.rows(table.name).read(slice(0, table.num_embeddings)).clone() for table in emb.tables]
     whole += [states[key].read(slice(0, states[key].shape[0])).clone() for key in sorted(states)]
@@ -217,13 +218,17 @@ def check(pool: RankPool | ThreadPool, case: Case, ranks: tuple[int, ...]) -> li
     truth, found = truth_of(case.optimizer, case.micro_batches), []
     for num_ranks in ranks:
         found = pool.run(train_shared, case, num_ranks=num_ranks, micro_batches=case.micro_batches)
-        for k, want in enumerate(truth["seen"]):
-            got = torch.cat([own["seen"][k] for own in found])
-            assert torch.equal(bits(got), bits(want)), (num_ranks, k)
-        for own in found:
-            for k, want in enumerate(truth["whole"]):
-                assert torch.equal(bits(own["whole"][k]), bits(want)), (num_ranks, k)
+        check_bits(found, truth)
     return found
+
+
+def check_bits(found: list[dict[str, Any]], truth: dict[str, Any]) -> None:
+    """Together the ranks have seen what one process has, and each reads its weights and states."""
+    for k, want in enumerate(truth["seen"]):
+        assert torch.equal(bits(torch.cat([own["seen"][k] for own in found])), bits(want)), (len(found), k)
+    for own in found:
+        for k, want in enumerate(truth["whole"]):
+            assert torch.equal(bits(own["whole"][k]), bits(want)), (len(found), k)
 
 
 @pytest.mark.parametrize(
