@@ -81,10 +81,8 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def low(self) -> dict[str, Tensor]:
-        """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit.
-
-        The collection keeps them, not an optimizer, because initial rows and checkpoints need them before there is one.
-        """
+        """Lower halves [N, D] int16 of bfloat16 tables, with `weights` float32 bit for bit; here, as rows and
+        checkpoints need them before an optimizer."""
         return self.placement.low
 
     @classmethod
@@ -104,10 +102,8 @@ class EmbeddingCollection(nn.Module):
 
     @classmethod
     def from_torchrec(cls, collection: Any) -> EmbeddingCollection:
-        """Makes a collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with its names and pooling.
-
-        Per-id weights are used if a batch has them, also if the collection was made with is_weighted=False.
-        """
+        """A collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with names and pooling. A batch's
+        per-id weights count, whatever is_weighted was."""
         return cls._of(torch_tables.from_torchrec(collection))
 
     @classmethod
@@ -132,10 +128,8 @@ class EmbeddingCollection(nn.Module):
         return modules
 
     def torchrec_state_dict(self, kind: str = "embedding_bags") -> dict[str, Tensor]:
-        """Returns the tables under torchrec's names, for load_state_dict of an equal EmbeddingBagCollection.
-
-        kind: "embedding_bags", or "embeddings" for torchrec's EmbeddingCollection. Raises ValueError in tiers.
-        """
+        """The tables under torchrec's names. kind: "embedding_bags", or "embeddings" for its EmbeddingCollection.
+        Raises ValueError in tiers."""
         return {f"{kind}.{name}.weight": self._whole(name) for name in self.weights}
 
     def _prepare(self) -> None:
@@ -388,10 +382,8 @@ class EmbeddingCollection(nn.Module):
 
 
 class Waiting:
-    """Counts the batches that wait for an optimizer: forward passes with at least one backward pass.
-
-    Forward passes without a backward pass between them are one batch: towers, or a positive and its negatives.
-    """
+    """Counts batches that wait for an optimizer: forward passes with a backward pass; those without one between
+    (towers, negatives) are one."""
 
     def __init__(self) -> None:
         self.num_batches = 0

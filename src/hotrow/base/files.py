@@ -184,10 +184,8 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def check_name(name: str, *, what: str = "name") -> str:
-    """Returns `name` if it may become a file name: one path component, printable, not hidden, at most 200 bytes.
-
-    Raises ValueError, which names `what`, for an empty name, a leading ".", "/", a backslash or a control character.
-    """
+    """`name` if it may be a file name: one component, printable, not hidden, at most 200 bytes. Raises ValueError
+    naming `what`."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} is {name!r}; it must be a non-empty string")
     if name.startswith(".") or re.search(r"[/\\\x00-\x1f\x7f]", name):

@@ -112,12 +112,8 @@ def load_yaml(path: Path | str, *, cure: str, what: str = "") -> Any:
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML.
-
-    If they set `model.name`, options in the file that the new model does not have are left out, with a warning.
-
-    Raises ValueError naming file, field, value and what is allowed, also if there is no such file.
-    """
+    """The config in the YAML file `path`, changed by `a.b=v` in YAML; what a new `model.name` lacks is left out with a
+    warning. Raises ValueError naming file, field, value and what is allowed."""
     raw = {name: section for name, section in read_config(path).items() if name != TUNE}
     raw = with_model(raw, overrides_of(overrides).get("model.name"))
     return make_config(apply_overrides(raw, overrides), origin=f"config {path}")

@@ -252,11 +252,8 @@ def _num_bytes(sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int]) -> int:
 
 
 def _shrink(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
-    """Starts from the prefixes that cover all samples, and shortens prefixes until they fit the budget.
-
-    Each step shortens the table that loses fewest samples per byte saved. A sample that is lost no longer counts for
-    the other tables. `_fill` uses the room that is left at the end.
-    """
+    """From prefixes that cover all samples, shortens the one that loses fewest samples per byte until they fit; a lost
+    sample counts no more. `_fill` uses the rest."""
     cuts = [int(own.max(initial=0)) for own in bins]
     covered = np.ones(bins.shape[1], np.bool_)
     histograms = [np.bincount(own, minlength=len(size)) for own, size in zip(bins, sizes, strict=True)]

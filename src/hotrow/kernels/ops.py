@@ -190,11 +190,8 @@ def isa_of(dense_dtype: str) -> str:
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:
-    """Returns a zeroed tensor; from 2 MiB up on huge pages if the system grants them (see `grants_huge_pages`).
-
-    dtype: at most 4 bytes wide. sparse: most of it will never be touched, so it may be larger than memory. Pages cost
-    nothing until they are touched. Raises MemoryError if there is no address space left.
-    """
+    """A zeroed tensor, from 2 MiB on huge pages if granted; pages cost nothing until touched. dtype: up to 4 bytes.
+    sparse: mostly untouched, so it may exceed memory. Raises MemoryError without address space."""
     module = _native()
     if module is None:
         return torch.zeros(shape, dtype=dtype)
@@ -206,10 +203,8 @@ def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = Fal
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns an uninitialised tensor for values that live no longer than a step.
-
-    Large ones reuse pages of earlier ones: pages that are new to the process cost as much as a pass over them.
-    """
+    """An uninitialised tensor that lives a step at most; large ones reuse pages, since new ones cost as much as a pass
+    over them."""
     num_elements = math.prod(shape)
     num_floats = -(-num_elements * dtype.itemsize // 8) * 2 if num_elements * 2 > KEPT_FLOATS else 0  # in 8 bytes each
     if num_floats < KEPT_FLOATS or (module := _native()) is None:
@@ -269,11 +264,8 @@ def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str, devic
 
 
 class Kernels:
-    """The ops of a collection, or of some of its features: their layout, and what else each step would have to prepare.
-
-    layout: the features that a lookup serves. among: the layout of the whole collection if `layout` is a part of it.
-    The object keeps only positions of features among a batch's keys, so results do not depend on earlier calls.
-    """
+    """The ops of a collection, or of the features in `layout`, a part of `among`. Only positions of features among keys
+    are kept, so results do not depend on earlier calls."""
 
     def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
         self.layout = layout
@@ -478,10 +470,8 @@ def split_halves(weight: Tensor, low: Tensor) -> None:
 def split_sgd(
     weights: Sequence[Tensor], low: Sequence[Tensor], grads: Sequence[Tensor], *, lr: float, weight_decay: float
 ) -> None:
-    """One step of SGD of weights in two halves, in place, to the bits of `reference.split_sgd` on every processor.
-
-    weights: upper halves, float32 on the CPU, with zeros below; low: int16 of the same shapes; grads: float32.
-    """
+    """One step of SGD of weights in two halves, in place, to the bits of `reference.split_sgd`. weights: upper halves,
+    float32 on the CPU; low: int16; grads: float32."""
     if _native() is None or not all(weight.is_contiguous() for weight in weights):
         for weight, lower, grad in zip(weights, low, grads, strict=True):
             reference.split_sgd(weight, lower, grad, lr=lr, weight_decay=weight_decay)
@@ -492,10 +482,8 @@ def split_sgd(
 
 @torch.no_grad()
 def flush_denormals(weights: Iterable[Tensor]) -> None:
-    """Makes zeros, which keep their signs, of denormal numbers in float32 `weights` on the CPU.
-
-    Our products do so as they read; torch's, and its optimizers, take up to fifty times as long for denormal numbers.
-    """
+    """Makes zeros, with their signs, of denormal float32 `weights` on the CPU, for which torch and its optimizers take
+    up to fifty times as long."""
     own = [weight.detach() for weight in weights if weight.device.type == "cpu" and weight.dtype == torch.float32]
     if _native() is None or not all(weight.is_contiguous() for weight in own):
         for weight in own:
@@ -525,10 +513,8 @@ def pack_sums(
     row_of: Sequence[Numbers] = (),
     shares: Shares | None = None,
 ) -> list[tuple[Tensor, int]]:
-    """Returns sums of rows as messages, int32, and how many words of each are keys (`reference.pack_sums`).
-
-    first_keys: [T + 1], the last one the end of all keys. Raises ValueError for slots and rows out of range.
-    """
+    """Sums of rows as int32 messages, and their words of keys (`reference.pack_sums`). first_keys: [T + 1], the last
+    the end. Raises ValueError for slots and rows out of range."""
     if _native() is None:
         return reference.pack_sums(nodes, first_keys, dims.tolist(), row_of, shares)
     each = [(own.counts, *_views(own.rows, own.sums)) for own in nodes]
@@ -581,10 +567,8 @@ def pack_rows(
 
 
 def unpack_rows(messages: Sequence[Tensor], counts: Numbers, slots: Arrays, firsts: Sequence[int]) -> None:
-    """Copies rows from messages, as `pack_rows` made them, to slots, behind those of group 0 (`reference.unpack_rows`).
-
-    counts: rows by table and group, messages[m] being group 1 + m. Raises ValueError as `pack_rows`.
-    """
+    """Copies rows of `pack_rows` to slots behind those of group 0 (`reference.unpack_rows`). counts: by table and
+    group, messages[m] is group 1 + m. Raises as `pack_rows`."""
     if _native() is None:
         reference.unpack_rows(messages, counts, slots.tensors, firsts)
         return
@@ -778,10 +762,8 @@ def _by_triton(values: Tensor) -> bool:
 
 
 def _left_to_torch(values: Tensor) -> bool:
-    """Returns whether torch's operations run: on devices, without the native module, and under most autocasts.
-
-    Autocast to bfloat16 on the CPU is ours if we have the products: `mlp` computes in bfloat16, the rest in float32.
-    """
+    """Whether torch computes: on devices, without the native module, under autocast but that to bfloat16 on a CPU with
+    our products, when `mlp` is in bfloat16 and the rest float32."""
     if _native() is None or not values.is_cpu:
         return True
     return _autocast(values) and not (bfloat16_products() and torch.get_autocast_dtype("cpu") == torch.bfloat16)
@@ -794,10 +776,8 @@ def _views(*tensors: Tensor | None) -> list[Any]:
 
 
 class Packed:
-    """Weights of MLPs as their products take them. only: the weights to keep so; if None, all that come.
-
-    With `only`, several threads may use it at once after each of these weights came once.
-    """
+    """Weights of MLPs as products take them: `only` these, or all that come. With `only`, threads may share it once
+    each of them came."""
 
     def __init__(self, only: Iterable[Tensor] | None = None) -> None:
         self._native = None if (module := _native()) is None else module.PackedWeights()
@@ -817,10 +797,8 @@ _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
 class weights_stay:  # noqa: N801  # a block, entered at every call of a server
-    """Inside the block no weight of an MLP may change: each is rearranged for its products once, not once a call.
-
-    For many small batches in a row. Results are the same. packed: of earlier blocks; if None, a new one.
-    """
+    """Inside the block no weight of an MLP may change, so each is rearranged once, not once a call; results stay.
+    packed: of earlier blocks, or None."""
 
     def __init__(self, packed: Packed | None = None) -> None:
         self._own = packed or Packed()

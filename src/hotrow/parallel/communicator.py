@@ -93,11 +93,9 @@ class Arriving:
         self._check: Callable[[], object] = lambda: None
 
     def wait(self) -> list[Tensor]:
-        """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left.
-
-        Raises ValueError if the function that makes messages raised one on any rank, and RuntimeError for any other
-        error there and for a rank that is at another exchange. Called again, it returns or raises the same.
-        """
+        """What each rank sent here, by rank, when it is here and this rank's has left. Raises ValueError if a function
+        that makes messages raised one, RuntimeError for other errors and other exchanges; again what it did if called
+        again."""
         if self._opened is not None or self._in_flight:
             start = self._counts.clock()
             self._counts.wait()
@@ -116,10 +114,8 @@ class Arriving:
 
 @dataclass
 class Communicator:
-    """Exchanges messages between `ranks`, over `transport`, and counts them. Without arguments, for one process.
-
-    transport: None only if there is one rank. All calls must come in the same order on all ranks.
-    """
+    """Exchanges messages between `ranks` over `transport` (None: one rank alone), and counts them. Calls come in the
+    same order on all ranks."""
 
     ranks: Ranks = field(default_factory=Ranks)
     transport: Transport | None = None

@@ -212,11 +212,8 @@ def explaining_no_group() -> Iterator[None]:
 
 
 def unnamed_interface(comm: Communicator) -> str | None:
-    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective.
-
-    gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
-    several interfaces: it takes the address that the host's own name resolves to.
-    """
+    """A warning if gloo has to guess an interface, or None. Collective. It guesses, by what the host's own name means,
+    between hosts (or network namespaces) with several if GLOO_SOCKET_IFNAME is not set."""
     if not isinstance(comm.transport, Gloo):
         return None
     unset = not os.environ.get("GLOO_SOCKET_IFNAME")

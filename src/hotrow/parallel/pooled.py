@@ -90,11 +90,9 @@ class PooledBatch:
 
 
 class Pooled:
-    """The tables of a collection whose pooled vectors travel. All calls but `without`, `of` and `taken` are collective,
-    or make messages of those that are.
-
-    below: the placement of this rank's own rows, which has a table for each of `tables`, with one feature of its name.
-    """
+    """The tables whose pooled vectors travel. All calls but `without`, `of` and `taken` are collective, or make
+    messages of those that are. below: the rank's own rows, a table with one feature of its name for each of
+    `tables`."""
 
     def __init__(
         self,

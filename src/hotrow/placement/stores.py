@@ -123,21 +123,15 @@ class Store:
         return store_file.padded_record_bytes(self.rows, self.sector, self.kind)
 
     def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """Reads row rows[i] into slot slots[i] of `arrays`.
-
-        arrays: one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient.
-        A row that waits to be written is read from what waits. Raises ValueError for rows and slots out of range, and
-        StoreError if a row could not be read.
-        """
+        """Reads row rows[i] to slot slots[i] of `arrays`, one [num_slots, ...] for each part of a record, contiguous,
+        on the CPU; a waiting row as it waits. Raises ValueError for what is out of range, StoreError for a failed
+        read."""
         if not self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays))).wait():
             self.raise_failure()
 
     def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """Writes slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
-
-        Waits only while waiting rows fill Engines.most_waiting_bytes. If a row is given twice, the last one counts.
-        Raises ValueError as `read` does, and StoreError if the store has failed.
-        """
+        """Writes slot slots[i] of `arrays` as row rows[i], of one given twice the last: copied now, on the medium after
+        `flush`. Waits while Engines.most_waiting_bytes wait. Raises as `read`."""
         self._open().write(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         self.raise_failure(only_if_failed=True)
 

@@ -107,10 +107,8 @@ class Flight:
 
 
 class Tiers(Placement):
-    """The tables of one collection: some rows in DRAM, the others in files of one folder, or of two in a row.
-
-    `weights`, `low` and states are address space for every row; only slots in use take memory.
-    """
+    """A collection's rows in DRAM and in files of one folder, or two in a row. `weights`, `low` and states have
+    addresses for every row; only slots in use take memory."""
 
     looks_ahead = True
     stall_s = 0.0
@@ -306,11 +304,8 @@ class Tiers(Placement):
         self.announced.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
-        """Returns the flight of this batch, whose rows are there, and the batch with slots for ids.
-
-        If it is not a training batch, rows that are not cached are read into temporary slots and the cache stays as it
-        is. Raises StoreError if any store has failed, because it was to keep other rows.
-        """
+        """The flight of a batch whose rows are there, and the batch with slots for ids; scoring reads absent rows into
+        temporary slots, so the cache stays. Raises StoreError if any store has failed."""
         self._laid_out()
         flight = self.announced.take(
             sparse, unchanged=lambda own: own.is_of(sparse.values, spans_of(self.layout, sparse)), training=training

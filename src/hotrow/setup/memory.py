@@ -189,11 +189,8 @@ def place_tables(
     training: bool,
     beside_bytes: int = 0,
 ) -> tuple[Memory | DeviceMemory | None, SlotPlanner]:
-    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
-
-    tables: the run's, or the parts of them that this process holds. Raises ValueError as `choose` does, and if the
-    slots cannot hold the rows of a step, with the bytes that would do.
-    """
+    """Where rows lie: by `choose`, behind device slots with `memory.hbm`. tables: the run's, or this process' parts.
+    Raises ValueError as `choose`, and for slots below a step's rows, with the bytes that do."""
     below, planner = choose(
         config, tables, run, room=room, dataset=dataset, training=training, beside_bytes=beside_bytes
     )

@@ -101,11 +101,8 @@ class Axis:
 
 
 def read_space(recipe: Mapping[str, Any], *, origin: str) -> dict[str, Axis]:
-    """Returns the search space in the section `tune` of a recipe, or in the YAML file that it names.
-
-    Each choice, and both ends of a range, is tried in the recipe. Raises ValueError naming `origin`, the field and the
-    cure if there is no such field, it may not be searched, or the recipe refuses a value.
-    """
+    """The space in section `tune` of a recipe, or its file. Each choice and both ends of ranges are tried. Raises
+    ValueError, with `origin`, field and cure, for unknown fields, those not searched, and refused values."""
     given = recipe.get(TUNE)
     if isinstance(given, str):
         origin = given

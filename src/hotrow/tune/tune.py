@@ -97,10 +97,8 @@ def tune(
 
 
 class Search:
-    """A search in a folder, which no other process may use until `stack` closes.
-
-    Raises ValueError if the folder has trials of another recipe, space or dataset; for other errors see `tune`.
-    """
+    """A search in a folder, locked until `stack` closes. Raises ValueError if it has trials of another recipe, space or
+    dataset, else as `tune`."""
 
     def __init__(
         self, recipe: dict[str, Any], folder: Path, *, origin: str, say: Callable[[str], None], stack: ExitStack

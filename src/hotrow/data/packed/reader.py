@@ -158,11 +158,8 @@ class Split:
         return len(self.block_rows)
 
     def block(self, index: int) -> Block:
-        """Returns the columns of block `index` as read-only views of the mapping.
-
-        The first read checks the checksum, the structure, that labels are of their kind and dense values finite, and
-        that ids are below num_embeddings. Raises ValueError naming file, block and byte range if a check fails.
-        """
+        """The columns of block `index`, read-only views. The first read checks checksum, structure, labels, dense
+        values and ids; ValueError names file, block and byte range."""
         part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
         part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
         check = not self._verified[index]
@@ -208,10 +205,8 @@ def _to_numpy(column: pa.Array) -> Any:
 
 
 class PackedDataset:
-    """A packed dataset on disk, opened by `PackedDataset.open`; docs/format.md describes the folder.
-
-    `info` is the manifest, `split("train")` holds rows, `counts(table)` are the training accesses per row.
-    """
+    """An opened packed dataset (docs/format.md): `info` is the manifest, `split("train")` has rows, `counts(table)`
+    training accesses per row."""
 
     def __init__(self, path: Path, info: DatasetInfo) -> None:
         self.path, self.info = path, info

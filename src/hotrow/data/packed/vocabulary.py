@@ -361,11 +361,8 @@ class Vocabulary:
 
     @staticmethod
     def open(path: Path | str, *, verify: Literal["full", "header"] = "full") -> Vocabulary:
-        """Maps the vocabulary in `path`.
-
-        verify: "full" reads the file once (about 1 s per GB) and checks every byte; "header" checks the header and the
-        size, for a file that was verified before. Raises ValueError naming the file and what is wrong with it.
-        """
+        """Maps the vocabulary in `path`. verify: "full" checks every byte (about 1 s per GB), "header" header and size
+        alone. Raises ValueError naming the file and the fault."""
         path = Path(path)
         with open_file(path) as file:
             header = Header.unpack(file.read(HEADER_BYTES), path)
@@ -450,11 +447,8 @@ class Vocabulary:
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
     def entries(self) -> Iterator[tuple[Keys, NDArray[Any]]]:
-        """Yields every key with its row, in the file's order, about READ_BYTES at a time; reads the file and does not
-        map it.
-
-        Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became.
-        """
+        """Yields keys with their rows in the file's order, some READ_BYTES at a time, unmapped. Integers are int64;
+        with a `hash_cap` those below it that ids became."""
         num_parts = min(1 << (self.num_bytes // READ_BYTES).bit_length(), 2**self.header.directory_bits)
         for part in range(num_parts):
             table = self.load_slice(part, num_parts).table
