@@ -12,7 +12,6 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.models.dlrm import DLRM
 from hotrow.parallel import sharded
-from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.sharded import ShardedMemory
@@ -59,24 +58,6 @@ def test_steps_over_threads_have_the_bits_of_one_process(monkeypatch: pytest.Mon
                 assert torch.equal(found[name].view(torch.int32), want.view(torch.int32)), (num_ranks, name)
 
 
-def fails(comm: Communicator) -> list[str]:
-    """Returns what rank 1 raised for all ranks; then that the ranks go on together."""
-
-    def message() -> Tensor:
-        if comm.rank == 1:
-            raise ValueError("no such row")
-        return torch.arange(3)
-
-    with pytest.raises(ValueError, match="rank 1: no such row") as raised:
-        comm.gather(message, purpose="test")
-    return [str(raised.value), *everyone(comm, comm.rank)]
-
-
-def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    told = ThreadPool().run(fails, num_ranks=3, micro_batches=3)
-    assert told == [["rank 1: no such row", 0, 1, 2]] * 3
-
-
 def fails_odd(comm: Communicator) -> list[str]:
     """Returns what waiting twice for an exchange raises whose error has a text that UTF-8 cannot hold."""
 
@@ -105,7 +86,6 @@ def fails_in_prepare(comm: Communicator) -> list[Any]:
     emb = EmbeddingCollection(tables, memory=ShardedMemory(comm=comm, shards=shards), seed=1)
     optimizer, sparse = hotrow.SGD(emb, 0.5, nonfinite=None), KeyedJaggedTensor(NAMES, torch.arange(12))
     shared = emb.placement.find(sharded.Sharded)
-    assert shared is not None
     make, found = shared._pooled._gradients_for, []
 
     def none(waiting: Any) -> list[Tensor]:

@@ -178,11 +178,13 @@ def memory_of(case: Case, rank: int = 1) -> hotrow.Memory | None:
     return None if in_dram else hotrow.Memory(dram="256KiB", plan=few_slots, file=case.tiers, force=True)
 
 
-def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
+def shared(comm: Communicator, case: Case, seed: int = 3) -> EmbeddingCollection:
     shards, below = shards_of(comm.size, pooled=case.pooled), memory_of(case, comm.rank)
-    memory = ShardedMemory(comm=comm, shards=shards, below=below)
-    emb = EmbeddingCollection(TABLES, memory=memory, seed=3)
-    return train(emb, case, comm)
+    return EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm, shards=shards, below=below), seed=seed)
+
+
+def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
+    return train(shared(comm, case), case, comm)
 
 
 def alone(seed: int, tables: Sequence[TableConfig] = TABLES) -> EmbeddingCollection:
@@ -270,11 +272,9 @@ def test_shards_in_tiers_have_the_bits_of_one_process(
 
 def count_rows(comm: Communicator, folder: str) -> tuple[list[int], list[int]]:
     """Returns by table how many rows of the shard exist after scoring a batch, and after training it."""
-    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("sgd", 4, folder), comm.rank))
-    emb = EmbeddingCollection(TABLES, memory=memory)
+    emb = shared(comm, Case("sgd", 4, folder))
     optimizer = hotrow.SGD(emb, lr=0.1)
     tiers = emb.placement.find(Tiers)
-    assert tiers is not None
     batch = make_batch(torch.Generator().manual_seed(3), 12)
     batch = batch.samples(*comm.ranks.samples(12))
     with torch.no_grad():
@@ -322,13 +322,8 @@ class Saved(NamedTuple):
         self.optimizer.step()
 
 
-def make(comm: Communicator | None, *, seed: int, tiers: str | None = None) -> Saved:
-    if comm is None:
-        emb = alone(seed)
-    else:
-        below = memory_of(Case("adam", 4, tiers), comm.rank)
-        memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=below)
-        emb = EmbeddingCollection(TABLES, memory=memory, seed=seed)
+def make(comm: Communicator | None, *, seed: int) -> Saved:
+    emb = alone(seed) if comm is None else shared(comm, Case("adam", 4), seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
@@ -344,9 +339,8 @@ class Kept(NamedTuple):
 def placed(comm: Communicator, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
     sharded_rows.PIECE_BYTES = 256
-    case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
-    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank))
-    emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
+    case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram, pooled=kept.pooled)
+    emb = shared(comm, case, kept.seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
@@ -725,7 +719,6 @@ def look_up_cold(comm: Communicator) -> str:
     shards = {"rows": Shard(prefix=10), "vectors": Shard(prefix=20)}
     emb = EmbeddingCollection(HOT, memory=ShardedMemory(comm=comm, shards=shards))
     shared = emb.placement.find(Sharded)
-    assert shared is not None
     shared.all_held = True
     with torch.no_grad():
         emb(torch.tensor([[9, 19]]))
@@ -758,7 +751,6 @@ def update_alone(comm: Communicator, merge_every: int, num_steps: int, folder: s
     below = memory_of(Case("adagrad", 6, folder))
     emb = EmbeddingCollection(TWO, memory=ShardedMemory(comm=comm, shards=everywhere, below=below), seed=3)
     optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
-    assert shared is not None
     shared.all_held, shared.merge_every = True, merge_every
     for step in range(num_steps):
         own = drawn(step)[slice(*comm.ranks.samples(12))]
@@ -811,9 +803,7 @@ def test_ranks_that_update_alone_add_up_their_changes(threads: ThreadPool, tmp_p
 
 def fail(comm: Communicator, folder: str) -> list[Told]:
     """What each bad call raises here; between them the ranks go on together."""
-    case = Case("sgd", 4, folder, first_in_dram=True)
-    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory_of(case, comm.rank))
-    emb = EmbeddingCollection(TABLES, memory=memory)
+    emb = shared(comm, Case("sgd", 4, folder, first_in_dram=True))
     optimizer = hotrow.SGD(emb, lr=0.1)
     good = KeyedJaggedTensor.from_dense(FEATURES, torch.ones(len(FEATURES) * 2, dtype=torch.int64).view(2, -1))
     bad = good.with_values(good.values.clone())
@@ -853,8 +843,7 @@ def test_an_error_on_one_rank_is_raised_on_all(threads: ThreadPool, tmp_path: Pa
 
 def fail_pooled(comm: Communicator) -> list[Told]:
     """What a batch raises of which one rank has something wrong in a table that sends pooled vectors."""
-    shards = shards_of(comm.size, pooled=True)
-    emb = EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm, shards=shards))
+    emb = shared(comm, Case("sgd", 4, pooled=True))
     optimizer, features = hotrow.SGD(emb, lr=0.1), len(FEATURES)
     ids, weights = torch.ones(2 * features, dtype=torch.int64), torch.ones(2 * features)
     found = []
@@ -870,7 +859,6 @@ def fail_pooled(comm: Communicator) -> list[Told]:
     emb.placement.looks_ahead = True
     changed = KeyedJaggedTensor(FEATURES, ids, weights.clone())
     emb.placement.announce(changed)
-    assert changed.weights is not None
     changed.weights[4] = 3.0 if comm.rank == 2 else 1.0
     found.append(told(lambda: emb(changed)))
     again = KeyedJaggedTensor(FEATURES, ids, weights)
