@@ -236,7 +236,6 @@ def test_every_optimizer_and_storage(folder: Path, optimizer: str, dtype: str, k
     drive(sides, seed=1, depth=3, num_batches=60)
     check(*sides)
     tiers = sides[1].emb.placement
-    assert tiers is not None
     assert tiers.stores[1].kind == ("gathered" if kind == "gathered" else "block")
     counters = tiers.counters()["u"]
     assert counters["read_rows"] > 20 and counters["written_rows"] > 20, "the schedule did not exercise the store"
@@ -250,7 +249,6 @@ def test_three_tiers_and_every_optimizer(folder: Path, optimizer: str, middle: i
     drive(sides, seed=2, depth=3, num_batches=60)
     check(*sides)
     tiers = sides[1].emb.placement
-    assert tiers is not None
     counters = tiers.counters()["u"]
     assert counters["middle_hits"] > 20, "the schedule did not exercise the middle tier"
     assert counters["evicted_rows"] > 20

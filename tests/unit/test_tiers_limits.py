@@ -185,7 +185,6 @@ def test_three_tiers_lie_where_they_should(folder: Path) -> None:
     assert all(sum(f.stat().st_size - 8192 for f in files) > 55_000 for files in (before, below))
     assert sum(f.stat().st_size - 8192 for f in before) <= 60_000
     for store, counts in zip(emb.placement.stores, emb.placement.counters().values(), strict=True):
-        assert store.middle is not None
         assert counts["middle_map_bytes"] <= MIDDLE_PLACE_BYTES * store.middle.rows.num_rows
         assert 0 < counts["middle_rows"] <= store.middle.rows.num_rows
         assert counts["middle_hits"] > 0 and counts["written_rows"] > 0
@@ -451,7 +450,6 @@ def test_the_map_of_a_large_batch_is_given_back(emb: EmbeddingCollection) -> Non
     """The budget counts 8 bytes a slot; what is above is there while rows lie beside the cache."""
     emb(batch_of(1))
     tiers = emb.placement
-    assert tiers is not None
 
     def map_bytes() -> list[int]:
         return [counts["map_bytes"] for counts in tiers.counters().values()]
@@ -483,7 +481,6 @@ def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int)
     table = TableConfig(name="a", num_embeddings=num_rows, embedding_dim=dim, feature_names=("a",))
     emb = EmbeddingCollection([table], memory=Memory(dram="2MiB", ssd=folder, force=True), seed=5)
     tiers = emb.placement
-    assert tiers is not None
     tiers.write_every_row()
     batch = KeyedJaggedTensor(("a",), torch.arange(max(in_flight, 1)))
     tiers.announce(batch)
