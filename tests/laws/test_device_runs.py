@@ -20,6 +20,7 @@ from expanded import expanded
 from hotrow.base import machine as host
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.kernels import ops
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
@@ -27,7 +28,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.storage import full_device
-from hotrow.setup import setup
+from hotrow.setup import device, setup
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 from packed_data import planted
@@ -209,6 +210,14 @@ def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytes
     assert run.record.steps == 7
     check(outcome(runs.resume(run.path)), found)
     assert hotrow.load(bf16.path).evaluate("test") == bf16.record.metrics["test"]
+
+
+def test_the_first_line_names_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ops, device):
+        monkeypatch.setattr(module, "has_amx", lambda: True)
+    line = DenseDevice(torch.device("cpu"), "bf16").line()
+    assert line.startswith("; dense layers on cpu, bfloat16 where torch's autocast has it, weights float32")
+    assert line.endswith(", on AMX") == (ops.backend().isa == "avx512")
 
 
 @pytest.mark.parametrize(

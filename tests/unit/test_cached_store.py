@@ -178,6 +178,19 @@ def test_an_error_below_is_told_for_ever(tmp_path: Path, failing: str) -> None:
     fails_for_ever(store, message)
 
 
+def test_a_full_disk_below(small_disk: tuple[Path, Callable[[int], None]], tmp_path: Path) -> None:
+    folder, resize = small_disk
+    resize(512)
+    rows = replace(ROWS, num_rows=10_000)
+    middle = open_store(replace(TIER, num_rows=64), kind="mapped", path=tmp_path / "middle")
+    store = open_cached_store(middle, open_store(rows, kind="mapped", path=folder / "rows"))
+    message = r"writing row \d+ of table 'item' in .*/rows: No space left on device; free some"
+    with pytest.raises(StoreError, match=message):
+        for first in range(0, 10_000, 100):
+            write(store, list(range(first, first + 100)))
+    fails_for_ever(store, message)
+
+
 def test_a_full_disk_in_the_middle(small_disk: tuple[Path, Callable[[int], None]], tmp_path: Path) -> None:
     """No signal, but an error that names table, rows and the file; the tier's own words count places."""
     folder, resize = small_disk

@@ -486,13 +486,14 @@ def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int)
     tiers.announce(batch)
     beside = max(0, len(batch.values) - tiers.slots[0].cached)
     assert (beside > 0) == (in_flight > 0), "the batch was too small"
-    for first in (50_000, 100_000):
-        with tiers.in_slots(0, torch.arange(first, first + 40_000)):
+    plain = EmbeddingCollection([table], seed=5)
+    for first in (50_000, 100_000, 50_000):
+        with tiers.in_slots(0, torch.arange(first, first + 40_000)) as slots:
+            assert torch.equal(tiers.weights["a"][slots], plain.placement.weights["a"][first : first + 40_000])
             used = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
         left = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
         assert used > 4 * dim * 40_000, "the piece was too small"
         assert left <= 4 * dim * beside + mmap.PAGESIZE
-    plain = EmbeddingCollection([table], seed=5)
     assert torch.equal(emb(batch), plain(batch))
 
 
