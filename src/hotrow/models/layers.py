@@ -168,7 +168,7 @@ def _each_dropped(members: Sequence[Dropout], x_MBW: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y_BO = x_BI W^T + b, drawn as by `linear`; without `bias` y_BO = x_BI W^T.
+    """y_BO = x_BI W^T + b, float32, drawn as by `linear`; without `bias` y_BO = x_BI W^T.
 
     The product repeats bit for bit at any number of threads, which torch's own does not.
     """

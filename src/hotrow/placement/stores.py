@@ -124,8 +124,8 @@ class Store:
 
     def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
         """Reads row rows[i] to slot slots[i] of `arrays`, one [num_slots, ...] for each part of a record, contiguous,
-        on the CPU; a waiting row as it waits. Raises ValueError for what is out of range, StoreError for a failed
-        read."""
+        on the CPU; a waiting row as it waits. Raises ValueError for what is out of range, StoreError if the
+        store fails or has failed."""
         if not self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays))).wait():
             self.raise_failure()
 
