@@ -75,18 +75,14 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """By table, its rows [N, D] in its dtype: what lookups read; updated in place.
-
-        In tiers they are indexed by slot, not by row, and only slots in use mean anything.
-        """
+        """By table, rows [N, D] in their dtype, as lookups read them, updated in place. In tiers indexed by slot; only
+        slots in use count."""
         return self.placement.weights
 
     @property
     def low(self) -> dict[str, Tensor]:
-        """Lower halves [N, D] int16 of the bfloat16 tables: with the upper ones in `weights`, float32 bit for bit.
-
-        The collection keeps them, not an optimizer, because initial rows and checkpoints need them before there is one.
-        """
+        """Lower halves [N, D] int16 of bfloat16 tables, with `weights` float32 bit for bit; here, as rows and
+        checkpoints need them before an optimizer."""
         return self.placement.low
 
     @classmethod
@@ -106,10 +102,8 @@ class EmbeddingCollection(nn.Module):
 
     @classmethod
     def from_torchrec(cls, collection: Any) -> EmbeddingCollection:
-        """Makes a collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with its names and pooling.
-
-        Per-id weights are used if a batch has them, also if the collection was made with is_weighted=False.
-        """
+        """A collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with names and pooling. A batch's
+        per-id weights count, whatever is_weighted was."""
         return cls._of(torch_tables.from_torchrec(collection))
 
     @classmethod
@@ -123,10 +117,8 @@ class EmbeddingCollection(nn.Module):
         return emb
 
     def to_torch(self) -> dict[str, nn.EmbeddingBag]:
-        """Returns a copy of each table, by name, as an nn.EmbeddingBag of its pooling; float16 only if the table is.
-
-        Raises ValueError in tiers, whose tables may be larger than memory.
-        """
+        """A copy of each table, by name, as nn.EmbeddingBag of its pooling; float16 only if the table is. Raises
+        ValueError in tiers."""
         modules = {}
         for number, table in enumerate(self.tables):
             weight = self._whole(table.name)
@@ -136,10 +128,8 @@ class EmbeddingCollection(nn.Module):
         return modules
 
     def torchrec_state_dict(self, kind: str = "embedding_bags") -> dict[str, Tensor]:
-        """Returns the tables under torchrec's names, for load_state_dict of an equal EmbeddingBagCollection.
-
-        kind: "embedding_bags", or "embeddings" for torchrec's EmbeddingCollection. Raises ValueError in tiers.
-        """
+        """The tables under torchrec's names. kind: "embedding_bags", or "embeddings" for its EmbeddingCollection.
+        Raises ValueError in tiers."""
         return {f"{kind}.{name}.weight": self._whole(name) for name in self.weights}
 
     def _prepare(self) -> None:
@@ -392,10 +382,8 @@ class EmbeddingCollection(nn.Module):
 
 
 class Waiting:
-    """Counts the batches that wait for an optimizer: forward passes with at least one backward pass.
-
-    Forward passes without a backward pass between them are one batch: towers, or a positive and its negatives.
-    """
+    """Counts batches that wait for an optimizer: forward passes with a backward pass; those without one between
+    (towers, negatives) are one."""
 
     def __init__(self) -> None:
         self.num_batches = 0

@@ -121,7 +121,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _row_shape(self, table: TableConfig) -> tuple[int, ...]:
-        """Returns the shape of a state of one row."""
         return (table.embedding_dim,)
 
     def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
@@ -519,11 +518,8 @@ class SplitSGDBF16(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns the closure's loss, if one is given.
-
-        Raises ValueError if a parameter was changed since it was split, or has a sparse gradient; then nothing has
-        moved.
-        """
+        """Steps every parameter with a gradient; returns the closure's loss, if any. Raises ValueError, with nothing
+        moved, for one changed since it was split or a sparse gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -593,11 +589,8 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
-    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity; if None,
-    nowhere.
-
-    The sums a row gets from many finite gradients are not looked at.
-    """
+    """Where pending gradients of `emb` and their per-id weights first have NaN or infinity, or None. Sums over them are
+    not looked at."""
     for pending in emb.pending:
         found = ops.first_nonfinite(pending.grad)
         if found is not None:

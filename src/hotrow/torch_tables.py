@@ -80,10 +80,8 @@ def _given(name: str, weight: Any, features: tuple[str, ...], pooling: Pooling) 
 
 
 def from_torchrec(collection: Any) -> list[Given]:
-    """Returns the tables of a torchrec EmbeddingBagCollection, or of an EmbeddingCollection, whose rows are not pooled.
-
-    Raises ValueError for other objects, and for tables whose options have no counterpart here.
-    """
+    """The tables of a torchrec EmbeddingBagCollection, or EmbeddingCollection (not pooled). Raises ValueError for other
+    objects and options."""
     for configs, modules in (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings")):
         if callable(getattr(collection, configs, None)):
             weights = dict(collection.named_parameters())

@@ -28,6 +28,8 @@ from hotrow.tune.tune import RUNGS, steps_at, tune
 from loops import looped
 from packed_data import planted
 
+Searched = tuple[Path, dict[str, Any], list[str]]
+"""A recipe, what a search of it found, and what it said."""
 SPACE: dict[str, Any] = {"optimizer.dense.lr": {"log": [1e-3, 1.0]}, "model.embedding_dim": [2, 4, 8]}
 dataset = planted(opened=True, bag=False)
 
@@ -48,50 +50,42 @@ def trials_in(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def searched(
-    tmp_path_factory: pytest.TempPathFactory, dataset: PackedDataset
-) -> tuple[Path, dict[str, Any], list[str]]:
-    """A search of twelve trials; its recipe, what it found, and what it said."""
+def searched(tmp_path_factory: pytest.TempPathFactory, dataset: PackedDataset) -> Searched:
+    """Of twelve trials."""
     folder, said = tmp_path_factory.mktemp("searched"), list[str]()
     path = recipe(dataset, folder)
     return path, tune(path, trials=12, out=folder / "out", say=said.append), said
 
 
-def test_a_search_finds_the_best_of_its_whole_trials(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
+def test_a_search_finds_the_best_of_its_whole_trials(searched: Searched) -> None:
     _, found, said = searched
     trials = trials_in(Path(found["out"]))
     whole = [trial["figures"][-1] for trial in trials if trial["status"] == "finished"]
     assert len(trials) == sum(found["trials"].values()) == 12 and found["trials"]["stopped"] >= 4
     assert found["best"]["figure"] == min(whole)
     assert sum(line.startswith("trial ") for line in said) == 12
+    assert not [*(Path(found["out"]) / "trials").glob("*/checkpoints")], "trials keep no checkpoint"
 
 
-def test_the_best_recipe_trains_to_the_figure_of_its_trial(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
+def test_the_best_recipe_trains_to_the_figure_of_its_trial(searched: Searched) -> None:
     """Stops and resumes at the rungs changed no bit, and best.yaml is the recipe of the trial."""
     path, found, _ = searched
     best = load_config(found["recipe"])
     assert best.optimizer.dense.lr == found["best"]["values"]["optimizer.dense.lr"]
     run = load(found["test"]["runs"]["best"][0])
-    assert run.record.metrics is not None
     assert run.record.metrics["val"]["logloss"] == found["best"]["figure"]
     given, options = load_config(path), load(found["test"]["runs"]["given"][0]).folder.options()
     assert float(options["optimizer.dense.lr"]) == given.optimizer.dense.lr
 
 
-def test_both_recipes_are_compared_on_test_rows(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
-    _, found, _ = searched
-    test = found["test"]
+def test_both_recipes_are_compared_on_test_rows(searched: Searched) -> None:
+    test = searched[1]["test"]
     given, best = (load(test["runs"][name][0]).metrics for name in ("given", "best"))
     assert test["difference"]["auc"]["difference"] == pytest.approx(best["auc"] - given["auc"])
     assert test["difference"]["auc"]["error"] > 0 and test["error_over"] == "test rows"
 
 
-def test_trials_keep_no_checkpoint(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
-    _, found, _ = searched
-    assert not [*(Path(found["out"]) / "trials").glob("*/checkpoints")]
-
-
-def test_more_trials_go_on_from_the_others(searched: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_more_trials_go_on_from_the_others(searched: Searched, tmp_path: Path) -> None:
     path, found, _ = searched
     shutil.copytree(found["out"], tmp_path / "out")
     more = tune(path, trials=14, out=tmp_path / "out")
@@ -184,9 +178,7 @@ def test_rungs_are_shares_of_a_runs_steps(dataset: PackedDataset, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_time_changes_nothing(
-    searched: tuple[Path, dict[str, Any], list[str]], dataset: PackedDataset, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_time_changes_nothing(searched: Searched, dataset: PackedDataset, tmp_path: Path) -> None:
     """Killed twice, then left alone: the same command comes to the same trials."""
     path, whole, _ = searched
     out = str(tmp_path / "out")
@@ -209,7 +201,7 @@ def test_a_kill_at_any_time_changes_nothing(
 
 
 def test_a_stop_between_a_run_and_its_record_changes_nothing(
-    searched: tuple[Path, dict[str, Any], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run of a trial has come to its rung, and results.json does not say so yet."""
     path, whole, _ = searched
@@ -234,7 +226,7 @@ def test_a_stop_between_a_run_and_its_record_changes_nothing(
 
 
 def test_a_signal_ends_a_search_in_good_order(
-    searched: tuple[Path, dict[str, Any], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, whole, _ = searched
     with monkeypatch.context() as patch:
@@ -276,7 +268,6 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
     space, trials = {"a": Axis("log", low=1e-6, high=1.0)}, list[Trial]()
     for _ in range(40):
         values = next_values(space, trials, sign=-1)
-        assert values is not None
         figure = (math.log10(float(values["a"])) + 3) ** 2  # type: ignore[arg-type]
         trials.append(Trial(values, status="finished", figures=[figure] * 3))
     halves = [sum(trial.figures[0] for trial in half) for half in (trials[:20], trials[20:])]
@@ -320,7 +311,7 @@ def test_a_space_may_be_a_file_of_its_own(dataset: PackedDataset, tmp_path: Path
 
 
 def test_another_recipe_space_or_dataset_is_not_mixed_in(
-    searched: tuple[Path, dict[str, Any], list[str]], dataset: PackedDataset, tmp_path: Path
+    searched: Searched, dataset: PackedDataset, tmp_path: Path
 ) -> None:
     path, found, _ = searched
     with pytest.raises(ValueError, match="another recipe"):

@@ -70,6 +70,10 @@ class Guarded:
         assert torch.equal(self._buffer[-GUARD:], self._guard), "words after the array were written"
 
 
+def guarded(tensors: Sequence[Tensor]) -> list[Guarded]:
+    return [Guarded(torch.full_like(tensor, float("nan"))) for tensor in tensors]
+
+
 @dataclass
 class Case:
     """Tables (one large, one shared by two features, one of a single row) and batches that look them up."""

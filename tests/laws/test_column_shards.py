@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import test_worlds
 import torch
 from kernel_cases import bits
-from test_worlds import OPTIMIZERS, Saved, Told, alone, few_slots, told
+from test_worlds import OPTIMIZERS, Saved, Told, alone, check_bits, ended, few_slots, told
 from torch import Tensor
 
 import hotrow
@@ -48,13 +49,8 @@ def shards_of(num_ranks: int) -> dict[str, Shard]:
 
 
 def make_batch(seed: int, size: int, *, weighted: bool = False) -> KeyedJaggedTensor:
-    """Bags of 0 to 3 ids, few of them different."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 4, (len(NUM_ROWS) * size,), generator=generator)
-    limits = torch.tensor([*NUM_ROWS.values()]).repeat_interleave(size).repeat_interleave(lengths)
-    ids = (torch.rand(len(limits), generator=generator) ** 3 * limits).long()
-    weights = torch.rand(len(ids), generator=generator) if weighted else None
-    return KeyedJaggedTensor(tuple(NUM_ROWS), ids, weights, lengths=lengths)
+    return test_worlds.make_batch(generator, size, weighted=weighted, num_rows=NUM_ROWS)
 
 
 def part(sparse: KeyedJaggedTensor, comm: Communicator | None) -> KeyedJaggedTensor:
@@ -97,12 +93,7 @@ def train(emb: EmbeddingCollection, optimizer: str, depth: int, comm: Communicat
             seen.append(emb(part(make_batch(90 + k, 6), comm)))
         if k != 1:
             rule.step()
-    states = rule.state_rows()
-    whole = [emb.rows(table.name).read(slice(0, table.num_embeddings)).clone() for table in emb.tables]
-    whole += [states[key].read(slice(0, states[key].shape[0])).clone() for key in sorted(states)]
-    evicted = sum(own.get("evicted_rows", 0) for own in emb.placement.counters().values())
-    emb.placement.close()
-    return {"seen": seen, "whole": whole, "evicted": evicted}
+    return ended(emb, rule, seen)
 
 
 def train_shared(comm: Communicator, optimizer: str, depth: int, kept: Kept) -> dict[str, Any]:
@@ -125,14 +116,9 @@ def threads() -> ThreadPool:
 def check(
     pool: RankPool | ThreadPool, optimizer: str, num_ranks: int, depth: int = 0, kept: Kept | None = None
 ) -> list[dict[str, Any]]:
-    truth = truth_of(optimizer)
     arguments = train_shared, optimizer, depth, kept or Kept()
     found = pool.run(*arguments, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
-    for k, want in enumerate(truth["seen"]):
-        assert torch.equal(bits(torch.cat([own["seen"][k] for own in found])), bits(want)), k
-    for own in found:
-        for k, want in enumerate(truth["whole"]):
-            assert torch.equal(bits(own["whole"][k]), bits(want)), k
+    check_bits(found, truth_of(optimizer))
     return found
 
 
@@ -153,7 +139,6 @@ def test_shared_columns_in_tiers_have_the_bits_of_one_process(
 def held(comm: Communicator, kept: Kept) -> dict[str, tuple[int, ...]]:
     emb = collection(comm, kept)
     below = emb.placement.below
-    assert below is not None
     return {name: tuple(weight.shape) for name, weight in below.weights.items()}
 
 

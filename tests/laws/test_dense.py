@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Guarded, every_backend, running
+from kernel_cases import every_backend, guarded, running
 from torch import Tensor
 
 from hotrow.kernels import ops, reference
@@ -113,12 +113,12 @@ def test_interaction_writes_its_outputs_and_no_more(samples: int, features: int,
     native = pytest.importorskip("hotrow._native")
     dense, pooled, grad = interaction_inputs(samples, features, dim)
     for _, threads in every_backend():
-        out, grad_dense, grad_pooled = (Guarded(torch.full_like(x, float("nan"))) for x in (grad, dense, pooled))
+        out, grad_dense, grad_pooled = guarded([grad, dense, pooled])
         native.interact(dense, pooled, out.tensor, threads)
         native.interact_backward(grad, None, dense, pooled, grad_dense.tensor, grad_pooled.tensor, threads)
-        for guarded in (out, grad_dense, grad_pooled):
-            guarded.check()
-            assert not guarded.tensor.isnan().any()
+        for own in (out, grad_dense, grad_pooled):
+            own.check()
+            assert not own.tensor.isnan().any()
 
 
 # Samples and widths: no sample, fewer than a tile, odd tails, depths beyond one stretch (512), panels' edges (48).
@@ -216,9 +216,6 @@ def test_mlp_does_not_depend_on_the_thread_count(samples: int, widths: tuple[int
 def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...]) -> None:
     native = pytest.importorskip("hotrow._native")
     x, weights, biases, grad = mlp_inputs(samples, widths)
-
-    def guarded(tensors: list[Tensor]) -> list[Guarded]:
-        return [Guarded(torch.full_like(tensor, float("nan"))) for tensor in tensors]
 
     parameters = [own for pair in zip(weights, biases, strict=True) for own in pair]
     shape, addresses = (1, samples, widths[0]), [own.data_ptr() for own in parameters]

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 from bfloat16_truth import mlp_bf16, mlp_bf16_backward, multiply_add
-from kernel_cases import Guarded, assert_same_bits, running
+from kernel_cases import assert_same_bits, guarded, running
 from test_dense import MLPS, mlp_inputs
 from torch import Tensor
 
@@ -153,9 +153,6 @@ def test_reference_in_bfloat16_against_float64(last: str) -> None:
 def test_mlp_in_bfloat16_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...]) -> None:
     native = pytest.importorskip("hotrow._native")
     x, weights, biases, grad = mlp_inputs(samples, widths)
-
-    def guarded(tensors: list[Tensor]) -> list[Guarded]:
-        return [Guarded(torch.full_like(tensor, float("nan"))) for tensor in tensors]
 
     rows = -(-samples // ops.TILE_ROWS) * ops.TILE_ROWS
     for threads in (1, 2):

@@ -115,6 +115,10 @@ class Side:
         self.dense_optimizer.zero_grad()
         self.optimizer.step()
 
+    def train(self, batch: KeyedJaggedTensor) -> None:
+        self.forward(batch)
+        self.step()
+
     def arrays(self) -> list[Tensor]:
         """Weights, split ones joined, and states of every row, as they are below."""
         weights = [self.emb.read_rows(name, slice(0, num_rows)) for name, num_rows in ROWS.items()]
@@ -210,7 +214,6 @@ def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str
     drive(sides, seed=len(optimizer) + depth, depth=depth, num_batches=12, size=2)
     check(*sides)
     rows, below = sides[1].emb.placement, sides[1].emb.placement.below
-    assert below is not None
     above, counts = rows.counters()["u"], below.counters()["u"]
     assert above["evicted_rows"] > 5 and above["written_rows"] > 5, "the schedule did not exercise the slots"
     read, written = counts["read_rows"] + counts["middle_hits"], counts["written_rows"] + counts["middle_written_bytes"]
@@ -288,8 +291,7 @@ def test_the_map_on_the_device_tells_where_rows_lie(pinned: int) -> None:
         if number % 6 == 3:
             continue
         for side, batch in zip(sides, pair, strict=True):
-            side.forward(batch)
-            side.step()
+            side.train(batch)
         assert check_map(*sides) >= 8
     check(*sides)
     counts = sides[1].emb.placement.counters()
@@ -388,8 +390,7 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
         rng = np.random.default_rng(1)
         batches = [make_batch(rng, size=6) for _ in range(8)]
         for batch in hotrow.lookahead(batches, side.emb, depth=5):
-            side.forward(batch)
-            side.step()
+            side.train(batch)
     check(*sides)
     rows = sides[1].emb.placement
     assert rows.postponed > 0 and rows.announced.foreseen > 0
@@ -408,8 +409,7 @@ def test_an_evaluation_may_look_up_more_rows_than_there_are_slots(seed: int) -> 
     assert rows.fits(crowd), "a training batch is never halved: it is refused"
     for side in sides:
         side.evaluate(crowd)
-        side.forward(small)
-        side.step()
+        side.train(small)
         side.evaluate(crowd)
     check(*sides)
 
@@ -441,8 +441,7 @@ def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
         small.emb(batch)
     number = int(str(refused.value).split("hbm=")[1].split(")")[0])
     enough = Side("float32", "adam", DeviceMemory(hbm=number, device=str(DEVICE)))
-    enough.forward(batch)
-    enough.step()
+    enough.train(batch)
     with pytest.raises(ValueError, match="would have 0 pinned and 0 other slots") as refused:
         Side("float32", "adam", DeviceMemory(hbm=200, device=str(DEVICE)))
     number = int(str(refused.value).split("hbm=")[1].split(")")[0])
@@ -453,7 +452,6 @@ def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
     """Also for a batch without room on the device; the far half of what was announced is not waited for."""
     side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]
     rows, below = side.emb.placement, side.emb.placement.below
-    assert below is not None
 
     def asked() -> int:
         return below.counters()["t"]["rows"] + below.counters()["u"]["rows"]
@@ -466,8 +464,7 @@ def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
         assert asked() - before == num_asked, "rows of t and u, once each"
     assert rows.postponed == 1 and len(rows._landings) == 1
     for batch in batches:
-        side.forward(batch)
-        side.step()
+        side.train(batch)
     assert not len(rows.announced) and not rows._landings
     assert rows.announced.foreseen == 2 and rows.stall_s > 0
 
@@ -481,8 +478,7 @@ def test_a_store_that_failed_ends_batches_whose_rows_are_there(tmp_path: Path) -
     seen = []
     with pytest.raises(StoreError, match=r"writing row.* of table 'u' in .* Input/output error"):
         for batch in hotrow.lookahead(batches, side.emb, depth=3):
-            side.forward(batch)
-            side.step()
+            side.train(batch)
             seen.append(batch)
             store = side.emb.placement.below.stores[1]
             store.native.inject(True, 1, errno.EIO)
@@ -498,8 +494,7 @@ def test_rows_whose_way_back_is_cut_short_are_missed(monkeypatch: pytest.MonkeyP
     rng = np.random.default_rng(0)
 
     def train() -> None:
-        side.forward(make_batch(rng))
-        side.step()
+        side.train(make_batch(rng))
 
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError
@@ -556,21 +551,17 @@ def test_a_step_announces_without_waiting_and_waits_for_its_own_rows_alone() -> 
     sides = make_sides("float32", "adagrad", plan=plan_for(40))
     rows = sides[1].emb.placement
     zero, first, second = (batch_of(torch.arange(k, k + 8)) for k in (0, 8, 16))
-    sides[1].forward(zero)
-    sides[1].step()
+    sides[1].train(zero)
     rows.announce(first)
     settled(rows)
     held = Held(rows)
     rows.announce(second)
-    sides[1].forward(first)
-    sides[1].step()
+    sides[1].train(first)
     assert rows.announced.foreseen == 1 and not rows.announced.get(second).asked.done()
     held.let_go()
-    sides[1].forward(second)
-    sides[1].step()
+    sides[1].train(second)
     for batch in (zero, first, second):
-        sides[0].forward(batch)
-        sides[0].step()
+        sides[0].train(batch)
     check(*sides)
     assert rows.announced.foreseen == 2
 
@@ -584,8 +575,7 @@ def test_what_is_announced_are_the_ids_of_that_moment() -> None:
     batch.values[0] = 59
     held.let_go()
     for side in sides:
-        side.forward(batch)
-        side.step()
+        side.train(batch)
     check(*sides)
     assert (rows.announced.altered, rows.announced.foreseen) == (1, 0)
 
@@ -638,8 +628,7 @@ def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.Mo
     side = make_sides("float32", "sgd", plan=plan_for(20))[1]
     rows = side.emb.placement
     first = batch_of(torch.arange(4))
-    side.forward(batch_of(torch.arange(10, 14)))
-    side.step()
+    side.train(batch_of(torch.arange(10, 14)))
     rows.announce(first)
     settled(rows)
 
@@ -681,8 +670,7 @@ def test_the_worker_ends_with_its_tables_and_leaves_nothing_undone() -> None:
     assert not thread.is_alive() and side.emb.placement.counters()["t"]["read_rows"] == 4
     side = make_sides("float32", "sgd", plan=plan_for(24))[1]
     thread = worker(side)
-    side.forward(batch_of(torch.arange(4)))
-    side.step()
+    side.train(batch_of(torch.arange(4)))
     del side
     for _ in range(600):  # while the worker is at work it holds the tables
         gc.collect()
@@ -713,8 +701,7 @@ def test_a_forked_child_drops_its_leases_in_silence(monkeypatch: pytest.MonkeyPa
 def test_a_forked_child_is_refused() -> None:
     """Its worker is not in it; waiting for it would never end."""
     side = make_sides("float32", "sgd", plan=plan_for(24))[1]
-    side.forward(batch_of(torch.arange(4)))
-    side.step()
+    side.train(batch_of(torch.arange(4)))
     reader, writer = os.pipe()
     if not os.fork():
         try:
@@ -786,8 +773,7 @@ def step_both(plain: Side, other: Side, seed: int) -> None:
         side.seen.clear()
     for batch in [make_batch(rng, size=2) for _ in range(3)]:
         for side in (plain, other):
-            side.forward(batch)
-            side.step()
+            side.train(batch)
     check(plain, other)
 
 

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -299,30 +300,20 @@ def test_a_rank_killed_before_the_manifest_leaves_the_checkpoint_before(ranks: C
     assert sorted(path.name for path in run.folder.glob("step-*")) == ["step-0"]
 
 
-def one_fails(comm: Communicator, folder: Path) -> None:
+def one_fails(
+    comm: Communicator, folder: Path, *, rank: int, error: Exception, after_s: float = 0, others_s: float | None = None
+) -> None:
+    """others_s: how long the others sleep, and end; if None, they wait for the rank."""
     with watched(comm, folder):
-        if comm.rank == 1:
-            raise ValueError("a bad\nvalue")
-        everyone(comm, "waits for a rank that will not come")
-
-
-def first_one_fails(comm: Communicator, folder: Path) -> None:
-    with watched(comm, folder):
-        if comm.rank == 0:
-            raise RuntimeError("a bug")
-        time.sleep(60)
+        if comm.rank == rank:
+            time.sleep(after_s)
+            raise error
+        everyone(comm, "waits for a rank that will not come") if others_s is None else time.sleep(others_s)
 
 
 def all_fail(comm: Communicator, folder: Path) -> None:
     with watched(comm, folder):
         raise ValueError(f"own text {comm.rank}")
-
-
-def one_fails_after_others_are_done(comm: Communicator, folder: Path) -> None:
-    with watched(comm, folder):
-        if comm.rank == 2:
-            time.sleep(1)
-            raise OSError("no space")
 
 
 def one_has_no_memory(comm: Communicator, folder: Path) -> None:
@@ -333,8 +324,10 @@ def one_has_no_memory(comm: Communicator, folder: Path) -> None:
 
 
 def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Callable[..., Run]) -> None:
-    scenarios = (one_fails, first_one_fails, all_fail, one_fails_after_others_are_done, one_has_no_memory)
-    one, first, everywhere, late, full = (ranks(scenario) for scenario in scenarios)
+    one = ranks(partial(one_fails, rank=1, error=ValueError("a bad\nvalue")))
+    first = ranks(partial(one_fails, rank=0, error=RuntimeError("a bug"), others_s=60))
+    late = ranks(partial(one_fails, rank=2, error=OSError("no space"), after_s=1, others_s=0))
+    everywhere, full = ranks(all_fail), ranks(one_has_no_memory)
     assert full.join(0, 2, limit_s=START_S) == [2, 2], full.told()
     for rank in (0, 2):
         told = full.told(rank).splitlines()[-1]

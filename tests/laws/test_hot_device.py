@@ -22,6 +22,7 @@ from test_hot_placement import (
     random_batch,
     stopped_and_resumed,
     trained,
+    two_sides,
     without_cost,
 )
 from test_resume import outcome
@@ -90,10 +91,7 @@ def test_any_turns_with_copies_on_a_device(
     monkeypatch.setattr(copies_of, "MAX_LISTED", 100.0)  # in runs most rows cross in ranges
     generator = np.random.default_rng(5)
     torch.manual_seed(0)
-    sides = []
-    for _ in range(2):
-        emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-        sides.append((emb, getattr(hotrow, name)(emb, lr=0.1)))
+    sides = two_sides(getattr(hotrow, name))
     (plain, plain_optimizer), (emb, optimizer) = sides
     copies = HotCopies(emb, optimizer, HOT_SET, device=DEVICE)
     hot_steps = 0

@@ -242,6 +242,13 @@ def test_any_turns_of_a_library_user(name: str, one_hot: bool, most: float, monk
     assert copies.num_copied > 6
 
 
+def copied(optimizer: Any = hotrow.SGD) -> tuple[hotrow.EmbeddingCollection, Any, HotCopies]:
+    """A collection, its optimizer, and copies of its hot rows."""
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    made = optimizer(emb, lr=0.1)
+    return emb, made, HotCopies(emb, made, HOT_SET, device="cpu")
+
+
 def hot_rows_of(sparse: KeyedJaggedTensor) -> set[tuple[str, int]]:
     """The hot rows that a batch names, with their tables."""
     named = {(table, row) for name, table in FEATURES.items() for row in sparse.bags(name)[0].tolist()}
@@ -254,9 +261,7 @@ def test_only_rows_that_have_changed_cross(one_hot: bool, monkeypatch: pytest.Mo
     """Against sets of the rows that batches named since the last swap, by the bytes of their records with states."""
     monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
     generator = np.random.default_rng(7)
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    emb, optimizer, copies = copied(hotrow.RowWiseAdagrad)
     record_bytes = {"a": 16 + 4, "b": 12 + 4, "c": 12 + 4}
     every = {(table, row) for table in HOT for row in range(40) if HOT[table].contains(np.array([row])).all()}
     changed = every  # at first the copies have nothing
@@ -368,9 +373,7 @@ def test_a_swap_that_was_begun_has_less_left(monkeypatch: pytest.MonkeyPatch) ->
     """Against sets of the rows that batches named before it was begun, and after, both ways."""
     monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
     generator = np.random.default_rng(7)
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    emb, optimizer, copies = copied(hotrow.RowWiseAdagrad)
     record_bytes = {"a": 16 + 4, "b": 12 + 4, "c": 12 + 4}
     copies.fetch()
     for hot in (True, False, True, False):
@@ -390,9 +393,7 @@ def test_a_swap_that_was_begun_has_less_left(monkeypatch: pytest.MonkeyPatch) ->
 
 def trained_copies() -> tuple[hotrow.EmbeddingCollection, HotCopies]:
     """A collection, and copies of its hot rows that a step has changed."""
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    emb, optimizer, copies = copied()
     copies.fetch()
     emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
     optimizer.step()
@@ -524,9 +525,7 @@ def test_a_batch_that_was_looked_up_before_a_swap_and_trained_after_the_next() -
 
 @pytest.mark.usefixtures("dram_as_device")
 def test_copies_that_are_gone_leave_the_optimizer() -> None:
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    _, optimizer, copies = copied()
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     del copies
     gc.collect()
@@ -535,9 +534,7 @@ def test_copies_that_are_gone_leave_the_optimizer() -> None:
 
 @pytest.mark.usefixtures("dram_as_device")
 def test_one_side_is_live_at_a_time() -> None:
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    emb, optimizer, copies = copied()
     generator = np.random.default_rng(5)
     copies.fetch()
     cold = KeyedJaggedTensor(list(FEATURES), torch.tensor([1, 39, 3, 29, 29, 0, 0]).repeat(4)[:28])
@@ -569,9 +566,7 @@ def test_sides_change_between_forward_and_backward() -> None:
     plain = hotrow.EmbeddingCollection(TABLES, seed=3)
     plain(batch).sum().backward()
     (plain_optimizer := hotrow.SGD(plain, lr=0.1)).step()
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    emb, optimizer, copies = copied()
     copies.fetch()
     out = emb(batch).sum()
     with copies.flushed():
@@ -607,8 +602,7 @@ def test_copies_that_cannot_be_written_back_stay_live(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("dram_as_device")
 def test_flushing_what_has_not_changed_copies_nothing() -> None:
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    copies = HotCopies(emb, hotrow.SGD(emb, lr=0.1), HOT_SET, device="cpu")
+    emb, _, copies = copied()
     copies.fetch()
     with torch.no_grad():
         emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -217,16 +218,8 @@ def make_unlike_tables(seed: int) -> Case:
     configs, weights, low, values, lengths, names = [], [], [], [], [], []
     for t, (pooling, dtype, num_rows, dim, num_features) in enumerate(unlike):
         own = tuple(f"{t}.{f}" for f in range(num_features))
-        configs.append(
-            TableConfig(
-                name=str(t),
-                num_embeddings=num_rows,
-                embedding_dim=dim,
-                feature_names=own,
-                pooling=pooling,
-                dtype=dtype,  # type: ignore[arg-type]  # a parameter is a str
-            )
-        )
+        kind: Any = {"pooling": pooling, "dtype": dtype}
+        configs.append(TableConfig(name=str(t), num_embeddings=num_rows, embedding_dim=dim, feature_names=own, **kind))
         (weight,), (half,) = stored([torch.randn(num_rows, dim, generator=g)], dtype)  # type: ignore[arg-type]
         weights.append(weight)
         low.append(half)

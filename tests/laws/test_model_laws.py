@@ -375,7 +375,6 @@ def trained_alone(
 
     def own(model: DLRM, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         logits_B = forward(model, dense_BI, pooled_BP)
-        assert model.first_order_I is not None
         value_B = dense_BI[:, 0] * model.first_order_I[0] * (factor(dense_BI) if comm.rank in ranks else 1.0)
         return logits_B + (value_B - value_B.detach())
 

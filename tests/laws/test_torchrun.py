@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 
+from at_step import at_step
 from expanded import expanded
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
@@ -110,18 +111,10 @@ Stop = tuple[int, int] | None
 @contextmanager
 def stopping(comm: Communicator, stop: Stop, sent: signal.Signals = signal.SIGTERM) -> Iterator[None]:
     evaluate.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if stop == (comm.rank, number):
-            os.kill(os.getpid(), sent)
-        return plain(parts, batch, number, clock)
-
-    trainer.train_step = step
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if stop is not None and stop[0] == comm.rank:
+            at_step(patch, stop[1], lambda _: os.kill(os.getpid(), sent))
         yield
-    finally:
-        trainer.train_step = plain
 
 
 def trained(
@@ -236,18 +229,15 @@ def skipping(comm: Communicator | None, raw: dict[str, Any], steps: list[int]) -
     """Trains; on the last rank gradients of these steps, from 1, seem to be infinite. Returns the steps skipped."""
     evaluate.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
     module, number = (trainer if comm is None else micro), [0]
-    plain = module.nonfinite_gradient  # type: ignore[attr-defined]
 
     def found(embedding: Any) -> str | None:
         number[0] += 1
         last = comm is None or comm.rank == comm.size - 1
         return "a gradient is inf" if last and number[0] in steps else None
 
-    module.nonfinite_gradient = found  # type: ignore[attr-defined]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "nonfinite_gradient", found)
         return runs.train(make_config(raw), quiet=True, comm=comm).record.steps_skipped
-    finally:
-        module.nonfinite_gradient = plain  # type: ignore[attr-defined]
 
 
 def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path, tmp_path: Path) -> None:
@@ -270,11 +260,9 @@ def gone_astray(comm: Communicator, raw: dict[str, Any]) -> None:
             next(parts.model.parameters()).data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return loss
 
-    trainer.train_step = step
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
         runs.train(make_config(raw), quiet=True, comm=comm)
-    finally:
-        trainer.train_step = plain
 
 
 def test_no_checkpoint_is_of_ranks_that_went_apart(pool: RankPool, data: Path, tmp_path: Path) -> None:
@@ -310,11 +298,9 @@ def sent_by_step(comm: Communicator, raw: dict[str, Any]) -> list[Sent]:
         found.append(Sent(shared.all_held, sent, counts.num_exchanges - exchanges, copies))
         return loss
 
-    trainer.train_step = step
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
         trained(comm, raw)
-    finally:
-        trainer.train_step = plain
     return found
 
 

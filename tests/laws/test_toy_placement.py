@@ -109,17 +109,10 @@ ROWS = {"t": 90, "u": 60, "v": 5}
 
 def tables_of(dtype: Any) -> list[TableConfig]:
     """Three dims; two features share a table; one table starts with a row of zeros, and one of zeros alone."""
+    more: dict[str, Any] = {"pooling": "mean", "dtype": dtype, "init": Uniform(zero_rows=1)}
     return [
         TableConfig(name="t", num_embeddings=90, embedding_dim=1, feature_names=("a",), dtype=dtype),
-        TableConfig(
-            name="u",
-            num_embeddings=60,
-            embedding_dim=19,
-            feature_names=("b", "d"),
-            pooling="mean",
-            dtype=dtype,
-            init=Uniform(zero_rows=1),
-        ),
+        TableConfig(name="u", num_embeddings=60, embedding_dim=19, feature_names=("b", "d"), **more),
         TableConfig(name="v", num_embeddings=50, embedding_dim=4, feature_names=("c",), init=Uniform(bound=0.0)),
     ]
 

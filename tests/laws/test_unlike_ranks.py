@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import bits
-from test_worlds import TABLES, Case, memory_of, shards_of, train, truth_of
+from test_worlds import TABLES, Case, check_bits, memory_of, shards_of, train, truth_of
 
 import hotrow
 from hotrow.config.load import make_config
@@ -40,13 +39,8 @@ def train_unlike(comm: Communicator, case: Case) -> dict[str, Any]:
 def test_one_rank_in_tiers_and_others_in_memory(pool: ThreadPool, tmp_path: Path, depth: int) -> None:
     """Whether batches are announced is one question for all: ranks in memory do, if one is in tiers."""
     case = Case("adam", 4, str(tmp_path), depth)
-    truth = truth_of("adam", 4)
     found = pool.run(train_unlike, case, num_ranks=3, micro_batches=4)
-    for k, want in enumerate(truth["seen"]):
-        assert torch.equal(bits(torch.cat([own["seen"][k] for own in found])), bits(want)), k
-    for own in found:
-        for k, want in enumerate(truth["whole"]):
-            assert torch.equal(bits(own["whole"][k]), bits(want)), k
+    check_bits(found, truth_of("adam", 4))
     assert "evicted" in found[1] and found[1]["evicted"] > 0 == found[0]["evicted"]
     assert found[1].get("foreseen", 0) == (10 if depth else 0)
 

@@ -22,6 +22,7 @@ import hotrow
 from expanded import expanded
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
+from hotrow.optim import SparseOptimizer
 from hotrow.parallel import sharded, sharded_rows
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.messages import WireDtype
@@ -47,18 +48,11 @@ OPTIMIZERS = {
     "adam": partial(hotrow.Adam, lr=0.02),
     "ftrl": partial(hotrow.FTRL, lr=0.2, l1=0.001, l2=0.01),
 }
+SPLIT: dict[str, Any] = {"pooling": "mean", "dtype": "bfloat16", "init": Uniform(zero_rows=1)}
 TABLES = [
     TableConfig(name="rows", num_embeddings=90, embedding_dim=1, feature_names=("a",)),
     TableConfig(name="half", num_embeddings=61, embedding_dim=19, feature_names=("b", "d"), dtype="float16"),
-    TableConfig(
-        name="split",
-        num_embeddings=50,
-        embedding_dim=4,
-        feature_names=("c",),
-        pooling="mean",
-        dtype="bfloat16",
-        init=Uniform(zero_rows=1),
-    ),
+    TableConfig(name="split", num_embeddings=50, embedding_dim=4, feature_names=("c",), **SPLIT),
     TableConfig(name="all", num_embeddings=12, embedding_dim=3, feature_names=("e",), pooling="mean"),
     TableConfig(name="tiny", num_embeddings=2, embedding_dim=5, feature_names=("f",), dtype="float16"),
 ]
@@ -113,13 +107,15 @@ def steps_of(seed: int) -> list[Step]:
     return found
 
 
-def make_batch(generator: torch.Generator, size: int, *, weighted: bool = False) -> KeyedJaggedTensor:
+def make_batch(
+    generator: torch.Generator, size: int, *, weighted: bool = False, num_rows: dict[str, int] = NUM_ROWS
+) -> KeyedJaggedTensor:
     """Bags of 0 to 3 ids, few of them different."""
-    lengths = torch.randint(0, 4, (len(FEATURES) * size,), generator=generator)
-    limits = torch.tensor([*NUM_ROWS.values()]).repeat_interleave(size).repeat_interleave(lengths)
+    lengths = torch.randint(0, 4, (len(num_rows) * size,), generator=generator)
+    limits = torch.tensor([*num_rows.values()]).repeat_interleave(size).repeat_interleave(lengths)
     ids = (torch.rand(len(limits), generator=generator) ** 3 * limits).long()
     weights = torch.rand(len(ids), generator=generator) if weighted else None
-    return KeyedJaggedTensor(FEATURES, ids, weights, lengths=lengths)
+    return KeyedJaggedTensor(tuple(num_rows), ids, weights, lengths=lengths)
 
 
 def train(emb: EmbeddingCollection, case: Case, comm: Communicator | None) -> dict[str, Any]:
@@ -157,6 +153,11 @@ def train(emb: EmbeddingCollection, case: Case, comm: Communicator | None) -> di
         if number == 5:  # and is then not what the step needs
             emb.scale_pending(2.0)
         optimizer.zero_grad() if number == 3 else optimizer.step()
+    return ended(emb, optimizer, seen)
+
+
+def ended(emb: EmbeddingCollection, optimizer: SparseOptimizer, seen: list[Tensor]) -> dict[str, Any]:
+    """Closes the tables; returns what was seen, all weights and states, and what their tiers counted."""
     states = optimizer.state_rows()
     whole = [emb.rows(table.name).read(slice(0, table.num_embeddings)).clone() for table in emb.tables]
     whole += [states[key].read(slice(0, states[key].shape[0])).clone() for key in sorted(states)]
@@ -177,11 +178,13 @@ def memory_of(case: Case, rank: int = 1) -> hotrow.Memory | None:
     return None if in_dram else hotrow.Memory(dram="256KiB", plan=few_slots, file=case.tiers, force=True)
 
 
-def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
+def shared(comm: Communicator, case: Case, seed: int = 3) -> EmbeddingCollection:
     shards, below = shards_of(comm.size, pooled=case.pooled), memory_of(case, comm.rank)
-    memory = ShardedMemory(comm=comm, shards=shards, below=below)
-    emb = EmbeddingCollection(TABLES, memory=memory, seed=3)
-    return train(emb, case, comm)
+    return EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm, shards=shards, below=below), seed=seed)
+
+
+def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
+    return train(shared(comm, case), case, comm)
 
 
 def alone(seed: int, tables: Sequence[TableConfig] = TABLES) -> EmbeddingCollection:
@@ -217,13 +220,17 @@ def check(pool: RankPool | ThreadPool, case: Case, ranks: tuple[int, ...]) -> li
     truth, found = truth_of(case.optimizer, case.micro_batches), []
     for num_ranks in ranks:
         found = pool.run(train_shared, case, num_ranks=num_ranks, micro_batches=case.micro_batches)
-        for k, want in enumerate(truth["seen"]):
-            got = torch.cat([own["seen"][k] for own in found])
-            assert torch.equal(bits(got), bits(want)), (num_ranks, k)
-        for own in found:
-            for k, want in enumerate(truth["whole"]):
-                assert torch.equal(bits(own["whole"][k]), bits(want)), (num_ranks, k)
+        check_bits(found, truth)
     return found
+
+
+def check_bits(found: list[dict[str, Any]], truth: dict[str, Any]) -> None:
+    """Together the ranks have seen what one process has, and each reads its weights and states."""
+    for k, want in enumerate(truth["seen"]):
+        assert torch.equal(bits(torch.cat([own["seen"][k] for own in found])), bits(want)), (len(found), k)
+    for own in found:
+        for k, want in enumerate(truth["whole"]):
+            assert torch.equal(bits(own["whole"][k]), bits(want)), (len(found), k)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +272,9 @@ def test_shards_in_tiers_have_the_bits_of_one_process(
 
 def count_rows(comm: Communicator, folder: str) -> tuple[list[int], list[int]]:
     """Returns by table how many rows of the shard exist after scoring a batch, and after training it."""
-    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("sgd", 4, folder), comm.rank))
-    emb = EmbeddingCollection(TABLES, memory=memory)
+    emb = shared(comm, Case("sgd", 4, folder))
     optimizer = hotrow.SGD(emb, lr=0.1)
     tiers = emb.placement.find(Tiers)
-    assert tiers is not None
     batch = make_batch(torch.Generator().manual_seed(3), 12)
     batch = batch.samples(*comm.ranks.samples(12))
     with torch.no_grad():
@@ -317,13 +322,8 @@ class Saved(NamedTuple):
         self.optimizer.step()
 
 
-def make(comm: Communicator | None, *, seed: int, tiers: str | None = None) -> Saved:
-    if comm is None:
-        emb = alone(seed)
-    else:
-        below = memory_of(Case("adam", 4, tiers), comm.rank)
-        memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=below)
-        emb = EmbeddingCollection(TABLES, memory=memory, seed=seed)
+def make(comm: Communicator | None, *, seed: int) -> Saved:
+    emb = alone(seed) if comm is None else shared(comm, Case("adam", 4), seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
@@ -339,9 +339,8 @@ class Kept(NamedTuple):
 def placed(comm: Communicator, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
     sharded_rows.PIECE_BYTES = 256
-    case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
-    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank))
-    emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
+    case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram, pooled=kept.pooled)
+    emb = shared(comm, case, kept.seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
@@ -720,7 +719,6 @@ def look_up_cold(comm: Communicator) -> str:
     shards = {"rows": Shard(prefix=10), "vectors": Shard(prefix=20)}
     emb = EmbeddingCollection(HOT, memory=ShardedMemory(comm=comm, shards=shards))
     shared = emb.placement.find(Sharded)
-    assert shared is not None
     shared.all_held = True
     with torch.no_grad():
         emb(torch.tensor([[9, 19]]))
@@ -753,7 +751,6 @@ def update_alone(comm: Communicator, merge_every: int, num_steps: int, folder: s
     below = memory_of(Case("adagrad", 6, folder))
     emb = EmbeddingCollection(TWO, memory=ShardedMemory(comm=comm, shards=everywhere, below=below), seed=3)
     optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
-    assert shared is not None
     shared.all_held, shared.merge_every = True, merge_every
     for step in range(num_steps):
         own = drawn(step)[slice(*comm.ranks.samples(12))]
@@ -806,9 +803,7 @@ def test_ranks_that_update_alone_add_up_their_changes(threads: ThreadPool, tmp_p
 
 def fail(comm: Communicator, folder: str) -> list[Told]:
     """What each bad call raises here; between them the ranks go on together."""
-    case = Case("sgd", 4, folder, first_in_dram=True)
-    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory_of(case, comm.rank))
-    emb = EmbeddingCollection(TABLES, memory=memory)
+    emb = shared(comm, Case("sgd", 4, folder, first_in_dram=True))
     optimizer = hotrow.SGD(emb, lr=0.1)
     good = KeyedJaggedTensor.from_dense(FEATURES, torch.ones(len(FEATURES) * 2, dtype=torch.int64).view(2, -1))
     bad = good.with_values(good.values.clone())
@@ -848,8 +843,7 @@ def test_an_error_on_one_rank_is_raised_on_all(threads: ThreadPool, tmp_path: Pa
 
 def fail_pooled(comm: Communicator) -> list[Told]:
     """What a batch raises of which one rank has something wrong in a table that sends pooled vectors."""
-    shards = shards_of(comm.size, pooled=True)
-    emb = EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm, shards=shards))
+    emb = shared(comm, Case("sgd", 4, pooled=True))
     optimizer, features = hotrow.SGD(emb, lr=0.1), len(FEATURES)
     ids, weights = torch.ones(2 * features, dtype=torch.int64), torch.ones(2 * features)
     found = []
@@ -865,7 +859,6 @@ def fail_pooled(comm: Communicator) -> list[Told]:
     emb.placement.looks_ahead = True
     changed = KeyedJaggedTensor(FEATURES, ids, weights.clone())
     emb.placement.announce(changed)
-    assert changed.weights is not None
     changed.weights[4] = 3.0 if comm.rank == 2 else 1.0
     found.append(told(lambda: emb(changed)))
     again = KeyedJaggedTensor(FEATURES, ids, weights)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forked import run_forked
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
 from loops import looped
 from store_rig import fails_for_ever, needs_native
@@ -218,38 +217,3 @@ def test_a_file_below_truncated_while_open(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=message):
         read(store, [900, 901])
     fails_for_ever(store, message)
-
-
-FORK = """
-import os, sys, numpy as np
-from dataclasses import replace
-from hotrow.placement.stores import *
-rows = TableRows(table="item", record_bytes=512, num_rows=1000)
-lower = open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads"))
-middle = open_store(replace(rows, num_rows=16), kind=sys.argv[1], path=sys.argv[2] + "-middle")
-store = open_cached_store(middle, lower)
-array = np.ones((1, 512), np.uint8)
-store.write([1], [0], [array])
-if (child := os.fork()) == 0:
-    for call in (lambda: store.read([1], [0], [array]), lambda: store.write([1], [0], [array]), store.flush):
-        try: call()
-        except StoreError as error: print(error, flush=True)
-    store.close()
-    del store
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-array[:] = 0
-store.read([1], [0], [array])
-assert array.all()
-store.close()
-open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads")).close()
-"""
-
-
-@looped("before", BEFORE)
-def test_a_forked_child_is_told(tmp_path: Path, before: Kind) -> None:
-    done = run_forked(FORK, before, tmp_path / "t")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    assert all("'item'" in line and "opened before this process was forked" in line for line in lines)

@@ -62,70 +62,65 @@ def test_recipes_are_valid(recipe: Path) -> None:
 @looped(
     ("raw", "message"),
     [
-        ({}, "data is missing; set it to text"),
-        ({"data": "d", "trian": {}}, "unknown key trian; did you mean 'train'?"),
-        ({"data": "d", "train": {"batchsize": 1}}, r"unknown key train\.batchsize; did you mean 'batch_size'?"),
-        ({"data": "d", "train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
-        ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, micro_batches, epochs"),
+        ({"trian": {}}, "unknown key trian; did you mean 'train'?"),
+        ({"train": {"batchsize": 1}}, r"unknown key train\.batchsize; did you mean 'batch_size'?"),
+        ({"train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
+        ({"train": 3}, "train is 3; allowed: a mapping with batch_size, micro_batches, epochs"),
         ({"data": "\0"}, r"data: path is '\\x00'; no file can have the character NUL in its path: remove it"),
-        ({"data": "d", "run": "a\0"}, r"run: path is 'a\\x00'; no file can have the character NUL"),
-        ({"data": "d", "memory": {"ssd": "\0"}}, r"memory\.ssd: path is '\\x00'; no file"),
-        ({"data": "d", "memory": {"file": "\ud800"}}, r"memory\.file: path is '\\ud800'; it must be valid Unicode"),
-        ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
+        ({"run": "a\0"}, r"run: path is 'a\\x00'; no file can have the character NUL"),
+        ({"memory": {"ssd": "\0"}}, r"memory\.ssd: path is '\\x00'; no file"),
+        ({"memory": {"file": "\ud800"}}, r"memory\.file: path is '\\ud800'; it must be valid Unicode"),
+        ({"model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
         (
-            {"data": "d", "model": {"history_steps": 8}},
+            {"model": {"history_steps": 8}},
             r"unknown key model\.history_steps for model dlrm; it is one of tbsm: remove it, or set model\.name to t",
         ),
-        ({"data": "d", "model": {"name": "dlmr"}}, r"model\.name is 'dlmr'; did you mean 'dlrm'\? allowed: dlrm, tbsm"),
-        ({"data": "d", "model": "dlrm"}, "model is 'dlrm'; allowed: a mapping with name, embedding_dim, "),
+        ({"model": {"name": "dlmr"}}, r"model\.name is 'dlmr'; did you mean 'dlrm'\? allowed: dlrm, tbsm"),
+        ({"model": "dlrm"}, "model is 'dlrm'; allowed: a mapping with name, embedding_dim, "),
         (
-            {"data": "d", "model": {"embedding_dim": {"t": 8, "user": 0}}},
+            {"model": {"embedding_dim": {"t": 8, "user": 0}}},
             r"model\.embedding_dim\.user is 0; allowed: an integer >= 1 and <= 65536$",
         ),
-        ({"data": "d", "model": {"name": "tbsm", "top_mlp": []}}, r"model: top_mlp is \[\], but with tbsm its last"),
-        ({"data": "d", "device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
-        ({"data": "d", "memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
+        ({"model": {"name": "tbsm", "top_mlp": []}}, r"model: top_mlp is \[\], but with tbsm its last"),
+        ({"device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
+        ({"memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
         (
-            {"data": "d", "memory": "ssd"},
+            {"memory": "ssd"},
             "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, writes, ",
         ),
+        ({"memory": {"dram": "2 foo"}}, "memory: dram '2 foo' is not understood; write a number and a unit"),
         (
-            {"data": "d", "memory": {"dram": "2 foo"}},
-            "memory: dram '2 foo' is not understood; write a number and a unit",
-        ),
-        (
-            {"data": "d", "memory": {"write_budget": "200GB"}},
+            {"memory": {"write_budget": "200GB"}},
             "memory: write_budget: rate '200GB' is not understood; write bytes per day or hour, such as 200GB/day",
         ),
-        ({"data": "d", "memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
+        ({"memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
+        ({"parallel": {"exchange": {"user": "row"}}}, r"parallel\.exchange\.user is 'row'; allowed: rows, p"),
+        ({"optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
-            {"data": "d", "parallel": {"exchange": {"user": "row"}}},
-            r"parallel\.exchange\.user is 'row'; allowed: rows, p",
-        ),
-        ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
-        (
-            {"data": "d", "optimizer": {"sparse": {"name": "adagrad", "l2": 0.1}}},
+            {"optimizer": {"sparse": {"name": "adagrad", "l2": 0.1}}},
             r"optimizer\.sparse: l2 is 0\.1, but adagrad has no such option",
         ),
         (
-            {"data": "d", "model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},
+            {"model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},
             r"train\.pos_weight is 3\.0, but model\.objective squared_error has no such option; set it to 1\.0",
         ),
-        ({"data": "d", "optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
+        ({"optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
         (
-            {"data": "d", "optimizer": {"schedule": {"decay_start_step": 9, "decay_steps": 5, "warmup_steps": 10}}},
+            {"optimizer": {"schedule": {"decay_start_step": 9, "decay_steps": 5, "warmup_steps": 10}}},
             "decay_start_step is 9, before the warm-up ends at step 10",
         ),
-        ({"data": "d", "train": {"eval_every": 2.5}}, r"train\.eval_every is 2\.5; it is a share of an epoch up to 1"),
-        ({"data": "d", "train": {"early_stopping": 1, "eval_every": None}}, r"train\.eval_every is null, but early"),
+        ({"train": {"eval_every": 2.5}}, r"train\.eval_every is 2\.5; it is a share of an epoch up to 1"),
+        ({"train": {"early_stopping": 1, "eval_every": None}}, r"train\.eval_every is null, but early"),
     ],
 )
 def test_refused_with_field_value_and_allowed(raw: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^config: .*{message}"):
-        make_config(raw)
+        make_config({"data": "d"} | raw)
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"^config: .*data is missing; set it to text"):
+        make_config({})
     with pytest.raises(ValueError, match="device is 'tpu'") as error:
         make_config({"data": "d", "device": "tpu", "train": {"seed": -1}})
     assert "train.seed is -1" in str(error.value)

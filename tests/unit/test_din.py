@@ -24,13 +24,9 @@ B = len(ITEM)
 
 
 def make_embedding() -> EmbeddingCollection:
+    names = {table: tuple(feature for feature, own in FEATURES.items() if own == table) for table in ROWS}
     tables = [
-        TableConfig(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=DIMS[name],
-            feature_names=tuple(feature for feature, table in FEATURES.items() if table == name),
-        )
+        TableConfig(name=name, num_embeddings=rows, embedding_dim=DIMS[name], feature_names=names[name])
         for name, rows in ROWS.items()
     ]
     return EmbeddingCollection(tables, seed=3)

@@ -17,7 +17,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import CHUNKS, CONFIDENCE, T_QUANTILE, WAYS, calibrate, estimate, most_covered, prefixes_of
 from hotrow.hot.hot_set import HotRows, HotSet, TableUse, count_accesses, hot_samples, most_accessed
 from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
-from hotrow.inspect.report import estimate_sentences, print_inspection, size
+from hotrow.inspect.report import estimate_sentences
 from packed_data import planted
 
 TABLE_ROWS = (60_000, 200, 30_000)
@@ -192,20 +192,6 @@ def test_covering_never_covers_less_than_counting(real_data: Callable[[str], Pat
             assert hot.num_bytes <= budget
             covered[how] = int(hot_samples(data, hot).sum())
         assert covered["covering"] >= covered["exact"] > 0, f"{percent} % of the bytes"
-
-
-def test_the_true_size_is_told_beside_the_estimate(
-    dataset: PackedDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the console and on the page."""
-    report = tools.inspect(dataset.path, hot=500_000, out=tmp_path / "out")
-    (way,) = (way for way in report["hot"]["ways"] if way["name"] == "sampled")
-    taken = way["thresholds"][-1]
-    low, high, true = (size(n) for n in (taken["low_bytes"], taken["high_bytes"], way["hot_bytes"]))
-    text = f"accesses were estimated at {low} to {high}, at 99.9 % confidence; their true size is {true}."
-    print_inspection(report)
-    assert text in capsys.readouterr().out
-    assert text in (tmp_path / "out" / "hotness.html").read_text()
 
 
 def test_the_estimate_told_is_that_of_the_threshold_taken() -> None:

@@ -298,14 +298,3 @@ def test_hot_batches_find_their_rows_on_every_rank() -> None:
     assert found["sex"] == few["sex"] == Shard(prefix=3), "a small table is on every rank whole"
     assert (found["user"].prefix, found["item"].prefix) == (5_000, 100_000) and few["user"].prefix < 5_000
     assert found["site"] == few["site"] and few["site"].prefix > 3, "no fewer than by parallel.hot_rows"
-
-
-def test_the_line_says_who_holds_what() -> None:
-    found = shards_of(config(sharding={"user": "table"}), TABLES, dataset(), 4)
-    assert shards_line(TABLES, found, 4) == (
-        "4 ranks share 5 tables: 2 on every rank, 2 dealt out row by row, 1 whole on one rank"
-    )
-    found = {"user": Shard(prefix=1200)}
-    assert shards_line(TABLES[2:3], found, 2) == (
-        "2 ranks share 1 tables: 1 dealt out row by row, and 1,200 hot rows of these on every rank"
-    )

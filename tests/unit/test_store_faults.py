@@ -193,7 +193,11 @@ FORK = """
 import os, sys, numpy as np
 from hotrow.placement.stores import *
 rows = TableRows(table="item", record_bytes=512, num_rows=1000)
-store = open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3]))
+*before, kind = sys.argv[1].split(" before ")
+store = open_store(rows, kind=kind, path=sys.argv[2], engines=Engines(io=sys.argv[3]))
+if before:
+    few = TableRows(table="item", record_bytes=512, num_rows=16)
+    store = open_cached_store(open_store(few, kind=before[0], path=sys.argv[2] + "-middle"), store)
 array = np.ones((1, 512), np.uint8)
 store.write([1], [0], [array])
 if (child := os.fork()) == 0:
@@ -202,8 +206,8 @@ if (child := os.fork()) == 0:
         except StoreError as error: print(error, flush=True)
     store.close()
     del store
-    if sys.argv[1] != "mapped":  # a store of the child's own is fine
-        own = open_store(rows, kind=sys.argv[1], path=sys.argv[2] + "2", engines=Engines(io=sys.argv[3]))
+    if kind != "mapped":  # a store of the child's own is fine
+        own = open_store(rows, kind=kind, path=sys.argv[2] + "2", engines=Engines(io=sys.argv[3]))
         own.write([1], [0], [array]); own.flush(); own.close()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
@@ -211,14 +215,14 @@ array[:] = 0
 store.read([1], [0], [array])
 assert array.all()
 store.close()
-if sys.argv[1] != "gathered":
-    open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3])).close()
+if kind != "gathered":
+    open_store(rows, kind=kind, path=sys.argv[2], engines=Engines(io=sys.argv[3])).close()
 """
 
 
 @each_io
-@pytest.mark.parametrize("kind", [*FILE_KINDS, "gathered"])
-def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
+@pytest.mark.parametrize("kind", [*FILE_KINDS, "gathered", "dram before block", "mapped before block"])
+def test_a_forked_child_is_told(tmp_path: Path, kind: str, io: str) -> None:
     done = run_forked(FORK, kind, tmp_path / "t", io)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

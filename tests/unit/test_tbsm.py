@@ -25,14 +25,9 @@ CONFIG = TBSMSpec(embedding_dim=DIM, history_steps=STEPS, **MLPS)
 
 
 def make_embedding() -> EmbeddingCollection:
-    histories = dict(FEATURES)
+    names = {name: tuple(filter(None, (name, history))) for name, history in FEATURES}
     tables = [
-        TableConfig(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=DIM,
-            feature_names=tuple(filter(None, (name, histories[name]))),
-        )
+        TableConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=names[name])
         for name, rows in ROWS.items()
     ]
     return EmbeddingCollection(tables, seed=3)

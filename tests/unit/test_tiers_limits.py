@@ -185,7 +185,6 @@ def test_three_tiers_lie_where_they_should(folder: Path) -> None:
     assert all(sum(f.stat().st_size - 8192 for f in files) > 55_000 for files in (before, below))
     assert sum(f.stat().st_size - 8192 for f in before) <= 60_000
     for store, counts in zip(emb.placement.stores, emb.placement.counters().values(), strict=True):
-        assert store.middle is not None
         assert counts["middle_map_bytes"] <= MIDDLE_PLACE_BYTES * store.middle.rows.num_rows
         assert 0 < counts["middle_rows"] <= store.middle.rows.num_rows
         assert counts["middle_hits"] > 0 and counts["written_rows"] > 0
@@ -451,7 +450,6 @@ def test_the_map_of_a_large_batch_is_given_back(emb: EmbeddingCollection) -> Non
     """The budget counts 8 bytes a slot; what is above is there while rows lie beside the cache."""
     emb(batch_of(1))
     tiers = emb.placement
-    assert tiers is not None
 
     def map_bytes() -> list[int]:
         return [counts["map_bytes"] for counts in tiers.counters().values()]
@@ -483,19 +481,19 @@ def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int)
     table = TableConfig(name="a", num_embeddings=num_rows, embedding_dim=dim, feature_names=("a",))
     emb = EmbeddingCollection([table], memory=Memory(dram="2MiB", ssd=folder, force=True), seed=5)
     tiers = emb.placement
-    assert tiers is not None
     tiers.write_every_row()
     batch = KeyedJaggedTensor(("a",), torch.arange(max(in_flight, 1)))
     tiers.announce(batch)
     beside = max(0, len(batch.values) - tiers.slots[0].cached)
     assert (beside > 0) == (in_flight > 0), "the batch was too small"
-    for first in (50_000, 100_000):
-        with tiers.in_slots(0, torch.arange(first, first + 40_000)):
+    plain = EmbeddingCollection([table], seed=5)
+    for first in (50_000, 100_000, 50_000):
+        with tiers.in_slots(0, torch.arange(first, first + 40_000)) as slots:
+            assert torch.equal(tiers.weights["a"][slots], plain.placement.weights["a"][first : first + 40_000])
             used = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
         left = resident_bytes(tiers.weights["a"], tiers.slots[0].cached)
         assert used > 4 * dim * 40_000, "the piece was too small"
         assert left <= 4 * dim * beside + mmap.PAGESIZE
-    plain = EmbeddingCollection([table], seed=5)
     assert torch.equal(emb(batch), plain(batch))
 
 

@@ -28,7 +28,6 @@ ISAS = ("baseline", "avx2", "avx512")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of hotrow, Python, torch and numpy."""
     names = {"hotrow": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return {**names, "numpy": np.__version__}
 
@@ -58,11 +57,8 @@ def cpuinfo() -> str:
 
 
 def isa_limit() -> str | None:
-    """Returns the widest instruction set that the environment variable HOTROW_ISA allows; None if it is not set.
-
-    The variable makes a processor look like an older one to hotrow's kernels, to torch's, and in reports.
-    Raises ValueError for an unknown word.
-    """
+    """The widest instruction set that HOTROW_ISA allows hotrow's and torch's kernels, as on an older processor; None if
+    unset. Raises ValueError for an unknown word."""
     limit = os.environ.get("HOTROW_ISA") or None
     if limit is not None and limit not in ISAS:
         raise ValueError(f"HOTROW_ISA is {limit!r}; set it to one of {', '.join(ISAS)}, or leave it unset")
@@ -147,10 +143,8 @@ def _machine_available_bytes() -> int:
 
 
 def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the version (1 or 2) and folder of this process's cgroup and its parents, for one controller.
-
-    root: where they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent.
-    """
+    """Yields version (1 or 2) and folder of this process's cgroup and its parents for a controller. root: such as
+    /sys/fs/cgroup; membership: such as /proc/self/cgroup."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -70,7 +70,6 @@ class ProgressMeter:
             self._report(rows_done)
 
     def finish(self, rows_done: int) -> None:
-        """Reports the end of the stage, when the number of rows is known."""
         self._total = rows_done
         self._report(rows_done)
 
@@ -139,13 +138,11 @@ class ProgressLine:
             self._console.print(Text(line))
 
     def __enter__(self) -> ProgressLine:
-        """Starts the live line if there is a terminal."""
         if self._live:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes the live line."""
         if self._live:
             self._live.stop()
         if self._cell:

@@ -112,12 +112,8 @@ def load_yaml(path: Path | str, *, cure: str, what: str = "") -> Any:
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML.
-
-    If they set `model.name`, options in the file that the new model does not have are left out, with a warning.
-
-    Raises ValueError naming file, field, value and what is allowed, also if there is no such file.
-    """
+    """The config in the YAML file `path`, changed by `a.b=v` in YAML; what a new `model.name` lacks is left out with a
+    warning. Raises ValueError naming file, field, value and what is allowed."""
     raw = {name: section for name, section in read_config(path).items() if name != TUNE}
     raw = with_model(raw, overrides_of(overrides).get("model.name"))
     return make_config(apply_overrides(raw, overrides), origin=f"config {path}")
@@ -152,10 +148,8 @@ def read_config(
     example: str = "recipes/criteo-small.yaml",
     field: str = "data: data/criteo",
 ) -> dict[str, Any]:
-    """Returns the fields in the YAML file at `path`, unchecked. Raises ValueError if it has none, naming the file.
-
-    what, example, field: what the file is, and what errors name as an example of it and of a field.
-    """
+    """The unchecked fields of a YAML file; ValueError, naming it, without any. what, example, field: its kind, and
+    examples for errors."""
     if not isinstance(path, str | Path):
         raise ValueError(f"{what} is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
     raw = load_yaml(path, what=what, cure=f"pass a YAML file such as {example}")
@@ -173,10 +167,8 @@ def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns a copy of `raw` with each `a.b=v` set.
-
-    Raises ValueError if an override has no `=` or goes through a plain value, or if a key of `raw` is not a text.
-    """
+    """A copy of `raw` with each `a.b=v` set. Raises ValueError without `=`, through a plain value, and for keys that
+    are no text."""
     result: dict[str, Any] = _copy(raw)
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()
@@ -304,7 +296,6 @@ def _words(field: FieldInfo) -> list[tuple[str, ...]]:
 
 
 def _render(schema: dict[str, Any]) -> str:
-    """Returns a field's JSON schema in words."""
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(_render(choice) for choice in choices)
     if "const" in schema or "enum" in schema:

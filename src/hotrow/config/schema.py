@@ -467,7 +467,6 @@ class Config(_Section):
         return None if self.tiers.write_budget is None else parse_byte_rate(self.tiers.write_budget)
 
     def with_micro_batches(self, number: int) -> Config:
-        """Returns this config with `train.micro_batches` set."""
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batches": number})})
 
     def to_yaml(self) -> str:
@@ -483,10 +482,8 @@ def interval_steps(interval: float | None, *, steps_per_epoch: int) -> float | N
 
 
 def is_due(step: int, every: float | None) -> bool:
-    """Returns whether an event that comes every `every` steps comes after step number `step` (from 1).
-
-    A quarter of an epoch of 1,005 steps is 251.25 steps: it is due after steps 252, 503, 754 and 1,005.
-    """
+    """Whether an event of every `every` steps follows step `step` (from 1): a quarter of 1,005 is due after 252, 503,
+    754 and 1,005."""
     if every is None:
         return False
     slack = 1e-9  # 0.1 * 30 is above 3

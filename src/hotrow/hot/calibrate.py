@@ -61,7 +61,6 @@ class FoundHot:
 
     @property
     def rows(self) -> HotSet:
-        """The hot rows."""
         return self.calibration.hot
 
     def to_json(self) -> dict[str, Any]:
@@ -192,10 +191,8 @@ BINS_PER_OCTAVE, FINE_ROWS = 16, 64
 
 
 def _covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
-    """Returns hot rows by table, and how many samples were looked at.
-
-    At least as many of those samples are hot as by the rows with most accesses, whose prefixes are among the choices.
-    """
+    """Hot rows by table, and how many samples were looked at. No fewer of them are hot than by the rows with most
+    accesses."""
     popular = most_accessed(tables, budget_bytes)
     edges = [
         np.array([len(t.counts)]) if t.is_small else np.union1d(prefixes_of(len(t.counts)), [n])
@@ -255,11 +252,8 @@ def _num_bytes(sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int]) -> int:
 
 
 def _shrink(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
-    """Starts from the prefixes that cover all samples, and shortens prefixes until they fit the budget.
-
-    Each step shortens the table that loses fewest samples per byte saved. A sample that is lost no longer counts for
-    the other tables. `_fill` uses the room that is left at the end.
-    """
+    """From prefixes that cover all samples, shortens the one that loses fewest samples per byte until they fit; a lost
+    sample counts no more. `_fill` uses the rest."""
     cuts = [int(own.max(initial=0)) for own in bins]
     covered = np.ones(bins.shape[1], np.bool_)
     histograms = [np.bincount(own, minlength=len(size)) for own, size in zip(bins, sizes, strict=True)]

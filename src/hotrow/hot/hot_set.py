@@ -34,10 +34,8 @@ def is_small(num_rows: int, record_bytes: int, small_table_bytes: int = SMALL_TA
 def check_budget(
     tables: Iterable[tuple[int, int]], budget_bytes: int, small_table_bytes: int = SMALL_TABLE_BYTES
 ) -> None:
-    """Raises ValueError if the budget does not hold the small tables and one row of every other table.
-
-    tables: (number of rows, bytes of a row) of each table.
-    """
+    """Raises ValueError if the budget does not hold the small tables and a row of each other one. tables: rows, bytes
+    of a row."""
     least = sum(record_bytes * (n if is_small(n, record_bytes, small_table_bytes) else 1) for n, record_bytes in tables)
     if least > budget_bytes:
         raise ValueError(
@@ -67,7 +65,6 @@ class HotRows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of the table are hot."""
         return self.prefix + len(self.listed)
 
     @cached_property
@@ -97,7 +94,6 @@ class HotSet:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of all tables are hot."""
         return sum(rows.num_rows for rows in self.rows.values())
 
     @property
@@ -153,7 +149,6 @@ class TableUse:
         return positions
 
     def positions(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Returns the positions of these rows in the order."""
         return ids if self.order is None else self._positions[ids]
 
     def first(self, num_rows: int) -> HotRows:
@@ -188,10 +183,8 @@ def ranked(name: str, record_bytes: int, counts: NDArray[Any], small_table_bytes
 
 
 def most_accessed(tables: Sequence[TableUse], budget_bytes: int) -> list[int]:
-    """Returns how many rows of each table to take so that the rows with most accesses per byte fill the budget.
-
-    Between rows with equally many accesses per byte, those of the first table win.
-    """
+    """Rows to take of each table so that those with most accesses per byte fill the budget; of equals the first
+    table's."""
     rising = [t.counts[:0:-1] for t in tables]
 
     def all_at(density: float) -> list[int]:
@@ -250,7 +243,6 @@ def samples_by_block(dataset: PackedDataset, chosen: NDArray[np.int64]) -> Itera
 
 
 def _ids_of(ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Returns all ids of these samples of a block."""
     if not isinstance(ids, Ragged):
         return ids[rows]
     picked = np.zeros(len(ids.row_splits) - 1, np.bool_)
@@ -262,10 +254,8 @@ def _ids_of(ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]
 
 
 def hot_samples(dataset: PackedDataset, hot: HotSet, *, threads: int | None = None) -> NDArray[np.bool_]:
-    """Returns for each training sample whether it is hot; one without ids is hot.
-
-    Reads the training split once, `threads` blocks at a time. Raises ValueError if the hot set lacks a table.
-    """
+    """Whether each training sample is hot, as one without ids is; reads `threads` blocks at a time. Raises ValueError
+    if `hot` lacks a table."""
     split, tables = dataset.split("train"), [feature.table for feature in dataset.info.features]
     if absent := [table for table in tables if table not in hot.rows]:
         raise ValueError(f"the hot set has no table {absent[0]!r}; it has {', '.join(hot.rows) or 'none'}")

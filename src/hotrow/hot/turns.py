@@ -58,10 +58,8 @@ def check_hot(
 def choose_rows(
     config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, seed: int
 ) -> Calibration | None:
-    """Returns the hot rows of a run, None without a schedule; seed: for the sampled and covering ways to find them.
-
-    record_bytes: by table, bytes of a row with its optimizer state. Raises ValueError if no hot set fits.
-    """
+    """The hot rows of a run; None without a schedule. record_bytes: by table, with optimizer state. seed: for ways that
+    sample. Raises ValueError if none fit."""
     if config.schedule == "none":
         return None
     return calibrate(
@@ -173,11 +171,9 @@ class HotCopies:
 
 
 class HotReplicas:
-    """The hot rows of tables over several ranks, which every rank holds among the first rows of its tables. As those of
-    `HotCopies` they are live in hot phases: then ranks ask each other for no rows.
-
-    merge_every: see `Sharded`; before rows are read, and before a cold phase, all ranks have the same ones.
-    """
+    """Hot rows that every rank holds among the first rows of its tables, live in hot phases as those of `HotCopies`;
+    ranks then ask for no rows. merge_every: see `Sharded`; ranks are equal before rows are read and before a cold
+    phase."""
 
     def __init__(self, tables: Sharded, *, merge_every: int) -> None:
         self.tables = tables
@@ -215,10 +211,8 @@ class TurnsState:
 
 
 class Turns:
-    """The batches of the training split, phase by phase.
-
-    hot: of `choose_rows`. part, micro_batches: see `Loader`.
-    """
+    """The batches of the training split, phase by phase. hot: of `choose_rows`. part, micro_batches: as for
+    `Loader`."""
 
     def __init__(
         self,
@@ -250,10 +244,8 @@ class Turns:
     def attach(
         self, emb: EmbeddingCollection, optimizer: SparseOptimizer, *, device: torch.device | None = None
     ) -> None:
-        """Trains these tables, with copies of their hot rows on `device`, or those that every rank of several holds.
-
-        Raises ValueError if the device's memory does not hold the copies.
-        """
+        """Trains these tables, with hot rows copied to `device`, or held by every rank. Raises ValueError if the device
+        has no room."""
         self.device = device
         if self.found is None or not self.config.takes_turns:
             return
@@ -293,10 +285,8 @@ class Turns:
             copies.begin()
 
     def end(self, loss_figure: str, evaluate: Callable[[], float]) -> dict[str, Any] | None:
-        """Goes to the next phase. Returns what was decided if it is another class'.
-
-        evaluate: returns the loss on validation rows, which the result holds under the name `loss_figure`.
-        """
+        """Goes to the next phase; returns the decision if it is another class'. evaluate: the validation loss, kept as
+        `loss_figure`."""
         order, turn = self.order, self.order.turn
         if order.next_name == turn.name:
             order.end_turn()

@@ -51,7 +51,6 @@ class TableHotness:
         return max(1, round(share * self.table.num_embeddings))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of one entry of `tables`."""
         return {
             "table": self.table.name,
             "features": list(self.table.features),
@@ -66,10 +65,8 @@ class TableHotness:
 
 
 def coverage(counts: NDArray[Any], num_rows: Sequence[int], *, total: int) -> list[float]:
-    """Returns the sums of the first `num_rows` (rising) of `counts`, hottest first, over `total`.
-
-    Allocates nothing as long as `counts`.
-    """
+    """Sums of the first `num_rows` (rising) of `counts`, hottest first, over `total`. Allocates nothing as long as
+    `counts`."""
     ends = np.minimum([0, *num_rows], len(counts)).tolist()
     sums = [int(counts[a:b].sum(dtype=np.uint64)) for a, b in pairwise(ends)]
     return [int(hot) / total if total else 0.0 for hot in np.cumsum(np.array(sums, np.uint64))]
@@ -113,7 +110,6 @@ class Hotness:
 
 
 def demand_json(demand: Demand) -> dict[str, Any]:
-    """Returns a demand and the figures that follow from it."""
     names = ("gross_bytes", "net_bytes", "training_bytes", "table_bytes", "density")
     fields = ("row_bytes", "state_bytes", "lookups", "rows", "unique_ratio")
     return {name: getattr(demand, name) for name in (*fields, *names)}
@@ -122,11 +118,8 @@ def demand_json(demand: Demand) -> dict[str, Any]:
 def measure_hotness(
     accesses: Accesses, *, batch_size: int = 2048, embedding_dim: int = 16, progress: ProgressCallback | None = None
 ) -> Hotness:
-    """Reads every table's lookups once and reports on them.
-
-    batch_size: samples per step. embedding_dim: float32 columns of every table, for the bytes. Raises ValueError for
-    values below 1, and whenever reading does.
-    """
+    """Reads every table's lookups once. batch_size: samples per step. embedding_dim: float32 columns of all tables.
+    Raises ValueError for values below 1."""
     for name, value in (("batch_size", batch_size), ("embedding_dim", embedding_dim)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")

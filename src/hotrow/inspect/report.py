@@ -51,7 +51,6 @@ def print_inspection(report: Mapping[str, Any]) -> None:
 
 
 def _hot_grid(hot: Mapping[str, Any]) -> Any:
-    """Makes the table of the ways to choose hot rows."""
     from rich.table import Table as Grid
 
     grid = Grid("way", title=f"hot rows in {size(hot['budget_bytes'])}, optimizer {hot['optimizer']}")
@@ -90,7 +89,6 @@ HOT_COLUMNS = {
 
 
 def sentences(report: Mapping[str, Any]) -> list[str]:
-    """Returns the sentences below the tables."""
     demand = report["demand"]
     lines = [
         f"{report['path']}: {report['samples']:,} samples in {report['batches']:,} batches of "

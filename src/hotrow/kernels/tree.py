@@ -31,7 +31,6 @@ def held(num_parts: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def width(num_parts: int) -> int:
-    """Returns the leaves of the whole tree."""
     return 1 << (num_parts - 1).bit_length()
 
 
@@ -61,10 +60,8 @@ def total(nodes: Mapping[Node, Value | None], node: Node, add: Callable[[Value, 
 
 
 def sums(parts: Iterable[Value | None], lo: int, hi: int, add: Callable[[Value, Value], Value]) -> dict[Node, Value]:
-    """Returns the sum of each of `aligned(lo, hi)`, absent ones left out. parts: of the leaves lo, lo + 1, ...
-
-    Holds no more than one value for each level of the tree at a time, besides those returned.
-    """
+    """The sums of `aligned(lo, hi)`, absent ones left out; parts: leaves from lo on. Holds one value for each level at
+    a time."""
     leaves, found = iter(parts), {}
     for first, size in aligned(lo, hi):
         if (value := _summed(leaves, size, add)) is not None:

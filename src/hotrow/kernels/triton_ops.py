@@ -214,11 +214,7 @@ class Kernels:
         *,
         blame: KeyedJaggedTensor | None = None,
     ) -> Tensor:
-        """Returns the pooled rows of every feature on the tables' device: [B, width] float32 (`reference.lookup`).
-
-        blame: the batch whose samples and positions an error names; None means `sparse`.
-        Raises ValueError for a missing feature and for an id outside its table.
-        """
+        """As `ops.Kernels.lookup`, on the tables' device."""
         self._check_batch(weights, sparse, blame)
         if out is None:
             out = torch.empty(sparse.stride, self.layout.width, device=weights.device)
@@ -240,10 +236,7 @@ class Kernels:
         return out
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-        """Returns the gradient of the per-sample weights, with shape and device of `sparse.values`.
-
-        Positions of features that are not in the layout get 0. Raises as `lookup`.
-        """
+        """As `ops.Kernels.weight_gradient`, on the device of `sparse.values`."""
         self._check_batch(weights, sparse, None)
         batch = _Uploaded.of(sparse, weights.device)
         grad = _rows_contiguous(grad, weights.device)
@@ -270,12 +263,8 @@ class Kernels:
         pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
         rules: Sequence[Rule],
     ) -> None:
-        """Runs backward and update of all tables in one pass, in place: `reference.update`, the same bits in every run.
-
-        pending, states, rules: as `ops.Kernels`.update; gradients on the tables' device. All rules are of one
-        algorithm. Raises ValueError for an id outside its table; then no row has changed. If the batches are cut into
-        micro-batches, rows are summed in host memory.
-        """
+        """As `ops.Kernels.update`, the same bits in every run; gradients on the tables' device, rules of one algorithm.
+        Micro-batches are summed in host memory."""
         if (num_parts := types.count_parts(sparse for _, sparse, _ in pending)) > 1:
             pending = self._summed(weights, pending, num_parts)
         algorithms = sorted({rule.algorithm for rule in rules})

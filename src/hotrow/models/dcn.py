@@ -35,7 +35,6 @@ class CrossLayer(nn.Module):
         self.W = Linear(width if low_rank is None else low_rank, width, generator=generator)
 
     def forward(self, first_BX: Tensor, x_BX: Tensor) -> Tensor:
-        """Returns the next x."""
         product_BX: Tensor = self.W(x_BX if self.V is None else self.V(x_BX))
         return first_BX * product_BX + x_BX
 
@@ -72,7 +71,6 @@ class DCN(Network):
         self.last = Linear(num_last, num_outputs, generator=generator)
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits."""
         first_BX = torch.cat([dense_BI, pooled_BP], dim=1)
         out_BO = first_BX
         for layer in self.cross:
@@ -108,7 +106,6 @@ class DCNSpec(MLPSpec):
     def build(
         self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
     ) -> DCN:
-        """Returns the network."""
         return DCN(
             num_inputs=num_dense + sum(dims.values()),
             num_cross_layers=self.num_cross_layers,

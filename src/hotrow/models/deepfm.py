@@ -55,7 +55,6 @@ class DeepFM(Network):
         self.first_order_I = nn.Parameter(torch.zeros(num_outputs * num_dense))  # of several outputs, one after another
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits."""
         rows_BFE = pooled_BP.view(len(pooled_BP), self.num_features, -1)  # E = 1 + D
         vectors_BFD = rows_BFE[:, :, 1:]
         flat_BX = vectors_BFD.flatten(1)
@@ -96,7 +95,6 @@ class DeepFMSpec(MLPSpec):
     def build(
         self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
     ) -> DeepFM:
-        """Returns the network."""
         (row_dim,) = set(dims.values())
         return DeepFM(
             num_dense=num_dense,

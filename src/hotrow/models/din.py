@@ -40,7 +40,6 @@ class Attention(nn.Module):
         self.mlp = MLP([4 * dim, *mlp, 1], generator=generator, last="linear")
 
     def forward(self, k_LD: Tensor, q_BD: Tensor, offsets: Tensor) -> Tensor:
-        """Returns the sums [B, D]."""
         q_LD = per_bag(q_BD, offsets)
         weight_L1 = self.mlp(torch.cat([q_LD, k_LD, q_LD - k_LD, q_LD * k_LD], dim=1))
         return bag_sums(k_LD * along(weight_L1.squeeze(1), k_LD.shape[1]), offsets)
@@ -124,7 +123,6 @@ class DINSpec(MLPSpec):
     def build(
         self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
     ) -> DIN:
-        """Returns the network."""
         return DIN(
             num_dense=num_dense,
             dims=dims,

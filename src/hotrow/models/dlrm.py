@@ -92,7 +92,6 @@ class DLRM(Network):
         self.first_order_I = nn.Parameter(torch.zeros(num_outputs * num_dense)) if first_order else None
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits."""
         return _logits([self], dense_BI, pooled_BP)[0]
 
 
@@ -184,11 +183,9 @@ class DLRMSpec(MLPSpec):
     it keeps the model from learning their labels by heart."""
 
     def row_dim(self, embedding_dim: int) -> int:
-        """Returns the columns of a row, all members' together."""
         return embedding_dim * self.members
 
     def edges_of(self, info: Any) -> list[list[float]]:
-        """Returns the edges of the dense columns."""
         return list(info.edges) if self.first_order else []
 
     def build(
@@ -200,7 +197,6 @@ class DLRMSpec(MLPSpec):
         num_outputs: int = 1,
         edges: Edges = (),
     ) -> DLRM | DLRMs:
-        """Returns the network."""
         (row_dim,) = set(dims.values())
         pieces = Pieces(edges) if any(edges) else None
         members = [

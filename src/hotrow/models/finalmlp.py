@@ -50,7 +50,6 @@ class FinalMLP(Network):
         self.products_VO = nn.Parameter(torch.zeros(num_outputs * second, first))
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits."""
         x_BX, outputs = torch.cat([dense_BI, pooled_BP], dim=1), []
         for mlp, gate_X in zip(self.mlps, self.gates, strict=True):
             outputs.append(mlp(x_BX * per_sample(2 * sigmoid(gate_X), x_BX)))
@@ -76,7 +75,6 @@ class FinalMLPSpec(MLPSpec):
     """Widths of the second MLP's layers. MLPs of unlike shapes make unlike outputs."""
 
     def check_options(self) -> None:
-        """Raises ValueError if an MLP has no layers."""
         for name, widths in (("first_mlp", self.first_mlp), ("second_mlp", self.second_mlp)):
             if not widths:
                 raise ValueError(f"{name} is {widths}: give it a width or more")
@@ -84,7 +82,6 @@ class FinalMLPSpec(MLPSpec):
     def build(
         self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
     ) -> FinalMLP:
-        """Returns the network."""
         return FinalMLP(
             num_inputs=num_dense + sum(dims.values()),
             mlps=(self.first_mlp, self.second_mlp),

@@ -87,12 +87,10 @@ class Dropout(nn.Module):
         """Place of the module, step and first sample; None outside of training steps. `Network.drawing` sets it."""
 
     def forward(self, x_BW: Tensor) -> Tensor:
-        """Returns x, in a training step with some elements dropped."""
         return each([self], x_BW[None])[0]
 
     @property
     def drop(self) -> Drop:
-        """What a training step drops."""
         assert self.moment is not None, "outside of a step nothing is drawn"
         return Drop(self._seed, *self.moment, round(self.share * 65536), float(1 / np.float32(1 - self.share)))
 
@@ -135,7 +133,6 @@ class MLP(nn.Module):
         self.dropouts = nn.ModuleList(Dropout(dropout, generator=generator) for _ in widths if dropout)
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """Returns the last layer's output."""
         return each([self], x_BI[None])[0]
 
 
@@ -171,7 +168,7 @@ def _each_dropped(members: Sequence[Dropout], x_MBW: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y_BO = x_BI W^T + b, drawn as by `linear`; without `bias` y_BO = x_BI W^T.
+    """y_BO = x_BI W^T + b, float32, drawn as by `linear`; without `bias` y_BO = x_BI W^T.
 
     The product repeats bit for bit at any number of threads, which torch's own does not.
     """
@@ -182,7 +179,6 @@ class Linear(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias if bias else None
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """Returns y [B, O], float32."""
         bias_O = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
         return mlp(x_BI, [self.weight], [bias_O], last="linear")
 
@@ -196,7 +192,6 @@ class Constant(nn.Module):
         self.bias = nn.Parameter(values)
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """Returns the vector [B, num_outputs], once for each sample."""
         return per_sample(self.bias, x_BI)
 
 

@@ -49,7 +49,6 @@ class MMoE(Network):
         self.towers = nn.ModuleList(MLP(widths, last="linear", **options) for _ in range(num_outputs))
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits."""
         x_BX, num_experts, num_labels = torch.cat([dense_BI, pooled_BP], dim=1), len(self.experts), len(self.towers)
         h_BEW = each([*self.experts], torch.stack([x_BX] * num_experts)).transpose(0, 1)
         starts = torch.arange(len(x_BX) * num_labels + 1) * num_experts
@@ -74,14 +73,12 @@ class MMoESpec(MLPSpec):
     """Widths of the hidden layers between a label's mixture and its logit."""
 
     def check_options(self) -> None:
-        """Raises ValueError if experts have no layers."""
         if not self.expert_mlp:
             raise ValueError("expert_mlp is [], but an expert of mmoe is an MLP: give it one width or more")
 
     def build(
         self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
     ) -> MMoE:
-        """Returns the network."""
         return MMoE(
             num_inputs=num_dense + sum(dims.values()),
             experts=self.experts,

@@ -174,7 +174,6 @@ class TBSMSpec(MLPSpec):
     `dropout` acts on these alone."""
 
     def check_options(self) -> None:
-        """Raises ValueError if the vector of a step has no width."""
         if not self.top_mlp:
             raise ValueError("top_mlp is [], but with tbsm its last width is that of a step's vector; give one or more")
 
@@ -201,7 +200,6 @@ class TBSMSpec(MLPSpec):
     def build(
         self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
     ) -> TBSM:
-        """Returns the network."""
         (embedding_dim,) = set(dims.values())
         return TBSM(
             num_dense=num_dense,

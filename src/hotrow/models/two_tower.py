@@ -56,7 +56,6 @@ class TwoTower(Network):
         )
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns the vectors of user and item side by side, [B, 2 M]."""
         user_BP, item_BP = self.divided(pooled_BP)
         return torch.cat([self.user(dense_BI, user_BP), self.item(item_BP)], dim=1)
 
@@ -105,7 +104,6 @@ class TwoTowerSpec(MLPSpec):
     """What products are divided by: the smaller, the more a softmax over cosines can tell items apart."""
 
     def check_options(self) -> None:
-        """Raises ValueError if a feature is named twice."""
         named = [*self.item, *(self.user or ())]
         if twice := [name for name in named if named.count(name) > 1]:
             raise ValueError(f"item and user name {twice[0]!r} twice; a feature belongs to one tower")
@@ -143,7 +141,6 @@ class TwoTowerSpec(MLPSpec):
         return user, self.item
 
     def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> TwoTower:
-        """Returns the network."""
         user, item = self._sides(list(dims))
         return TwoTower(
             num_dense=num_dense if self.dense_inputs == "user" else 0,

@@ -83,7 +83,6 @@ class BinaryCrossEntropy(Objective):
     def measured(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, Any]:
-        """Returns the figures that the class lists."""
         num_rows = len(label_N)
         weights = np.broadcast_to(np.float32(1), num_rows) if weight_N is None else weight_N
         total, positive = (float(own.sum(dtype=np.float64)) for own in (weights, weights[label_N]))

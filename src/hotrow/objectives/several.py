@@ -63,7 +63,6 @@ class SeveralLabels(Objective):
         return found
 
     def loss(self, outputs_BL: Tensor, labels_BL: Tensor, num_samples: int, weight_B: Tensor | None = None) -> Tensor:
-        """Returns the mean over the labels of the base's loss, 0-dim."""
         columns = zip(outputs_BL.unbind(1), torch.split(labels_BL, 1, 1), strict=True)
         losses = [self.base.loss(output_B, label_B1, num_samples, weight_B) for output_B, label_B1 in columns]
         return functools.reduce(torch.add, losses) / len(losses)
@@ -71,7 +70,6 @@ class SeveralLabels(Objective):
     def measured(
         self, outputs_NL: NDArray[np.float32], label_NL: NDArray[Any], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, Any]:
-        """Returns the figures that the class describes."""
         found = [self.base.measured(*columns, weight_N) for columns in zip(outputs_NL.T, label_NL.T, strict=True)]
         reasons = [
             f"{name}: {own['undefined']}" for name, own in zip(self.names, found, strict=True) if own["undefined"]
@@ -114,9 +112,7 @@ class SeveralLabels(Objective):
         return "; ".join(f"for {name} {self.base.verdict(each)}" for name, each in own.items())
 
     def lines(self, figures: Figures) -> list[str]:
-        """Returns the base's lines for each label, which name it."""
         return [f"{line}   {name}" for name, own in self._own(figures).items() for line in self.base.lines(own)]
 
     def line(self, figures: Figures) -> str:
-        """Returns the measures of all labels in one line."""
         return "; ".join(f"{name} {self.base.line(own)}" for name, own in self._own(figures).items())

@@ -58,7 +58,6 @@ class SquaredError(Objective):
     def measured(
         self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32], weight_N: NDArray[np.float32] | None = None
     ) -> dict[str, Any]:
-        """Returns the figures that the class lists."""
         mean = functools.partial(np.average, weights=weight_N)
         labels = label_N.astype(np.float64)
         errors = outputs_N - labels
@@ -97,7 +96,6 @@ class SquaredError(Objective):
         return {name: share_N * own for name, own in found.items()}
 
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
-        """Returns `worse_than_a_constant`, if it is so."""
         if figures["r2"] is None or figures["r2"] >= 0:
             return {}
         text = (

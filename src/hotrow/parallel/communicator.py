@@ -93,11 +93,9 @@ class Arriving:
         self._check: Callable[[], object] = lambda: None
 
     def wait(self) -> list[Tensor]:
-        """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left.
-
-        Raises ValueError if the function that makes messages raised one on any rank, and RuntimeError for any other
-        error there and for a rank that is at another exchange. Called again, it returns or raises the same.
-        """
+        """What each rank sent here, by rank, when it is here and this rank's has left. Raises ValueError if a function
+        that makes messages raised one, RuntimeError for other errors and other exchanges; again what it did if called
+        again."""
         if self._opened is not None or self._in_flight:
             start = self._counts.clock()
             self._counts.wait()
@@ -116,10 +114,8 @@ class Arriving:
 
 @dataclass
 class Communicator:
-    """Exchanges messages between `ranks`, over `transport`, and counts them. Without arguments, for one process.
-
-    transport: None only if there is one rank. All calls must come in the same order on all ranks.
-    """
+    """Exchanges messages between `ranks` over `transport` (None: one rank alone), and counts them. Calls come in the
+    same order on all ranks."""
 
     ranks: Ranks = field(default_factory=Ranks)
     transport: Transport | None = None
@@ -136,10 +132,8 @@ class Communicator:
         return self.ranks.size
 
     def with_micro_batches(self, micro_batches: int) -> Communicator:
-        """Returns the communicator of the same ranks for a number of micro-batches. It counts together with this one.
-
-        Raises ValueError if a rank would have none.
-        """
+        """The communicator of the same ranks, which counts with this one. Raises ValueError if a rank would have no
+        part."""
         return replace(self, ranks=self.ranks.with_micro_batches(micro_batches))
 
     def exchange(self, messages: Messages, *, purpose: str, num_heads: Sequence[int] | None = None) -> list[Tensor]:
@@ -231,11 +225,8 @@ class Communicator:
         return come
 
     def _send_heads(self, numbers: Sequence[int], number: int, purpose: str) -> Callable[[], list[int]]:
-        """Sends each rank a number: the bytes of a message, or those of an error as a number below 0. Returns what
-        waits for theirs, and returns them by rank.
-
-        number: which exchange this is.
-        """
+        """Sends each rank a number, the bytes of a message or minus those of an error, in exchange `number`; returns
+        what waits for theirs, by rank."""
         mark = (number & 0x7FFFFFFF) << 32 | zlib.crc32(purpose.encode())
         told = torch.tensor([[own, mark] for own in numbers]).view(torch.uint8)
         received = [*told]

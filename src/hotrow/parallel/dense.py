@@ -69,11 +69,8 @@ class DenseExchange:
         found: str = "",
         meanwhile: Meanwhile = lambda: lambda: None,
     ) -> Tensor:
-        """Returns the loss of all micro-batches, 0-dim. Collective.
-
-        nodes: as `sum_over_ranks` takes them, with a gradient for each of `weights`; they are not needed any more.
-        found: what this rank found that is not finite, in words.
-        """
+        """The loss of all micro-batches, 0-dim. Collective. nodes: as for `sum_over_ranks`, with gradients of
+        `weights`; not needed any more. found: what is not finite here, in words."""
         self.found, sums = found, tree.total(nodes, (0, tree.width(self.ranks.micro_batches)), add_in_place)
         assert sums is not None, "a batch has samples"
         loss, *grads = sums

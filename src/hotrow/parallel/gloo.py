@@ -51,11 +51,8 @@ class Gloo:
 
 
 def communicator(group: Any = None, micro_batches: int | None = None) -> Communicator:
-    """Returns the communicator of a process group of torch.distributed.
-
-    group: if None, torch's default group. micro_batches: if None, one for each rank. Raises ValueError if there are
-    fewer micro-batches than ranks.
-    """
+    """The communicator of a process group; None: torch's default. micro_batches: None means one for each rank;
+    ValueError if there are fewer."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ranks = Ranks(rank, size, size, transport="gloo")
     ranks = ranks.with_micro_batches(size if micro_batches is None else micro_batches)
@@ -215,11 +212,8 @@ def explaining_no_group() -> Iterator[None]:
 
 
 def unnamed_interface(comm: Communicator) -> str | None:
-    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective.
-
-    gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
-    several interfaces: it takes the address that the host's own name resolves to.
-    """
+    """A warning if gloo has to guess an interface, or None. Collective. It guesses, by what the host's own name means,
+    between hosts (or network namespaces) with several if GLOO_SOCKET_IFNAME is not set."""
     if not isinstance(comm.transport, Gloo):
         return None
     unset = not os.environ.get("GLOO_SOCKET_IFNAME")

@@ -333,10 +333,8 @@ def _follows(error: BaseException | None) -> bool:
 
 
 def connect(comm: Communicator) -> list[Peer]:
-    """Returns, on rank 0, the connections to all other ranks; on others, the one to rank 0. Collective.
-
-    Raises ValueError, on the ranks concerned, if one could not connect within START_S.
-    """
+    """The connections of rank 0 to all others, of others to rank 0. Collective. Raises ValueError, on those
+    concerned, if one did not connect within START_S."""
     mine = {
         "host": socket.gethostname(),
         "pid": os.getpid(),

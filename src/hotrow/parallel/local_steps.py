@@ -105,7 +105,6 @@ class LocalSteps:
 
 
 def _tables(found: Pieces, dims: Numbers) -> list[RowSums]:
-    """Returns the sums of one node by table."""
     flat = FlatSums(found.counts[:, 0].tolist(), torch.from_numpy(found.rows), found.sums)
     return flat.tables(dims.tolist())
 

@@ -90,11 +90,9 @@ class PooledBatch:
 
 
 class Pooled:
-    """The tables of a collection whose pooled vectors travel. All calls but `without`, `of` and `taken` are collective,
-    or make messages of those that are.
-
-    below: the placement of this rank's own rows, which has a table for each of `tables`, with one feature of its name.
-    """
+    """The tables whose pooled vectors travel. All calls but `without`, `of` and `taken` are collective, or make
+    messages of those that are. below: the rank's own rows, a table with one feature of its name for each of
+    `tables`."""
 
     def __init__(
         self,
@@ -193,10 +191,8 @@ class Pooled:
     def begin(
         self, served: Served, slots: Callable[[], Mapping[int, Tensor]], sparse: KeyedJaggedTensor, *, training: bool
     ) -> Callable[[], PooledBatch]:
-        """Pools for all ranks, and sends the vectors. Returns what waits for those of this rank's samples.
-
-        slots: returns by table the slots of the ids below. If it raises, all ranks raise when they wait.
-        """
+        """Pools for all ranks and sends the vectors; returns what waits for those of this rank's samples. slots: by
+        table, of the ids below; if it raises, all ranks raise when they wait."""
         starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
 
@@ -282,11 +278,8 @@ class Pooled:
     def gradients(
         self, lookups: ops.Lookups, *, but: frozenset[int]
     ) -> tuple[Arriving | None, Callable[[], ops.Lookups]]:
-        """Sends gradients of pooled vectors to the owners. Returns those that come here, None if there are none, and
-        what returns them as lookups of rows below.
-
-        but: tables to leave out.
-        """
+        """Sends gradients of pooled vectors to the owners, but for the tables `but`. Returns what comes here, or None,
+        and what returns it as lookups of rows below."""
         waiting = []
         for kernels, sparse, grad in lookups:
             if (batch := self._batches.get(id(sparse.values))) is not None:
@@ -346,7 +339,6 @@ class _Waiting(NamedTuple):
 
 
 def only(sparse: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """Returns the bags of some features alone."""
     at = [sparse.keys.index(name) for name in names]
     lengths = None if sparse.one_hot else sparse.lengths.view(len(sparse.keys), sparse.stride)[at].view(-1)
     return KeyedJaggedTensor(names, *_cut(sparse, [sparse.span(name) for name in names]), lengths=lengths)

@@ -328,10 +328,8 @@ class Sharded(Placement):
         return same and (asked.served is None or self._pooled.is_of(asked.served, sparse))
 
     def _ask(self, batch: KeyedJaggedTensor, *, training: bool, rows: bool = False) -> Asked:
-        """Sends each rank what this one needs of its rows, and receives what they need of this one's.
-
-        rows: of all tables; if not, of those without pooled vectors.
-        """
+        """Exchanges requests: each rank tells what it needs of the others' rows. rows: of all tables, else of those
+        without pooled vectors."""
         R, T = self.comm.size, len(self.tables)
         pools = bool(self._pooled.tables) and not rows and not self.all_held
         sparse = self._pooled.without(batch) if pools else batch
@@ -462,11 +460,8 @@ class Sharded(Placement):
         return slots
 
     def _starts(self, strides: Sequence[int], parts: Sequence[int] | None) -> Sequence[int]:
-        """Returns where the rank's micro-batches begin among its samples, and the end of the last.
-
-        parts: what the batch says of it. That counts if all rows are held, as ranks do not send each other their
-        `strides` then.
-        """
+        """Where the rank's micro-batches begin among its samples, and the last one's end. parts: what the batch says;
+        it counts if all rows are held, when ranks do not tell their `strides`."""
         if self.all_held:
             assert parts is not None, "a hot batch comes cut into micro-batches"
             return parts
@@ -698,5 +693,4 @@ class Sharded(Placement):
 
 
 def _same(lookups: ops.Lookups, others: ops.Lookups) -> bool:
-    """Returns whether these are the same objects."""
     return [[*map(id, own)] for own in lookups] == [[*map(id, own)] for own in others]

@@ -81,10 +81,8 @@ class ShardedRows(Rows):
 
 
 class ShardedChanges:
-    """What this rank knows of the rows of shared tables that changed: `Changes` by rows of whole tables.
-
-    below: the changes by rows of this rank's shards. If None, the rows lie in DRAM, where every row counts as changed.
-    """
+    """`Changes` by rows of whole tables. below: by rows of this rank's shards; None: they lie in DRAM, where every row
+    counts as changed."""
 
     def __init__(
         self,
@@ -124,7 +122,6 @@ class ShardedChanges:
         return found
 
     def writer(self, table: str) -> int | None:
-        """See Changes."""
         shard = self._shards[table]
         return shard.owners[0] if shard.is_cut else None
 

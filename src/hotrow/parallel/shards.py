@@ -84,11 +84,9 @@ class Shard:
         return float(own.stop - own.start) / dim
 
     def homes(self, rows: Numbers, num_ranks: int) -> Numbers:
-        """Returns the home of each row."""
         return Homes([self], num_ranks).homes(np.zeros_like(rows), rows)
 
     def held(self, rows: Numbers, rank: int, num_ranks: int) -> NDArray[np.bool_]:
-        """Returns whether a rank holds each row."""
         if self.is_cut:
             return np.full(rows.shape, rank in self.owners)
         held: NDArray[np.bool_] = (rows < self.prefix) | (self.homes(rows, num_ranks) == rank)
@@ -106,7 +104,6 @@ class Shard:
         return Homes([self], num_ranks).local(np.zeros_like(rows), rows)
 
     def num_local(self, num_rows: int, rank: int, num_ranks: int) -> int:
-        """Returns how many of a table's rows a rank holds."""
         rest = num_rows - self.prefix
         if self.kind == "table":
             return self.prefix + rest * (rank in self.owners)
@@ -137,7 +134,6 @@ def most_owners(dim: int, num_ranks: int) -> int:
 
 
 def pooled_tables(shards: Mapping[str, Shard]) -> list[str]:
-    """Returns the tables whose owners send pooled vectors."""
     return [name for name, shard in shards.items() if shard.exchange == "pooled"]
 
 

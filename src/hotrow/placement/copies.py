@@ -306,10 +306,8 @@ def _move(feature: str, own: CopiedRows, beyond: Tensor, ids: Tensor) -> None:
 
 
 class OnDevice:
-    """Memory of a device with the kernels of triton_ops.py, for copies; of the CPU only if Triton's interpreter runs.
-
-    Raises ImportError if Triton is not installed.
-    """
+    """A device's memory with the kernels of triton_ops.py, for copies; of the CPU only under Triton's interpreter.
+    Raises ImportError without Triton."""
 
     def __init__(self, below: Placement, device: torch.device) -> None:
         triton = triton_ops("copies of hot rows on a device")

@@ -79,10 +79,8 @@ class Announced(Generic[L]):
         return self._leases.get(id(sparse.values), (None, None))[1]
 
     def take(self, sparse: KeyedJaggedTensor, *, unchanged: Callable[[L], bool | None], training: bool) -> L | None:
-        """Returns the lease of a batch that has come; None if it was not announced, or is not what was announced.
-
-        unchanged: returns None for a lease without places, whose batch counts as one that was not announced.
-        """
+        """The lease of a batch that has come; None if that was not announced, has changed since, or if `unchanged` says
+        so of a lease without places."""
         _, lease = self._leases.pop(id(sparse.values), (None, None))
         same = None if lease is None else unchanged(lease)
         if training:
@@ -158,9 +156,7 @@ class RowSlots(NamedTuple):
 
 
 def directory_of(num_rows: Sequence[int], slots: Sequence[TableSlots]) -> Any:
-    """Returns what decides which rows of the tables lie in which of their slots (slot_directory.h).
-
-    Raises ValueError if there is no native module, and for more slots than rows.
-    """
+    """Which rows of the tables lie in which slots (slot_directory.h). Raises ValueError without the native module, and
+    for more slots than rows."""
     native = ops.native_module("tables on a device need")
     return native.make_slot_directory([(n, *own) for n, own in zip(num_rows, slots, strict=True)])

@@ -107,10 +107,8 @@ class Flight:
 
 
 class Tiers(Placement):
-    """The tables of one collection: some rows in DRAM, the others in files of one folder, or of two in a row.
-
-    `weights`, `low` and states are address space for every row; only slots in use take memory.
-    """
+    """A collection's rows in DRAM and in files of one folder, or two in a row. `weights`, `low` and states have
+    addresses for every row; only slots in use take memory."""
 
     looks_ahead = True
     stall_s = 0.0
@@ -297,10 +295,8 @@ class Tiers(Placement):
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Brings the rows of a training batch that comes later, and keeps them until it has been trained.
-
-        A batch with an id out of range is left to its lookup, which raises the error.
-        """
+        """Brings the rows of a later training batch, and keeps them until it was trained. An id out of range is left to
+        the lookup, which raises."""
         if sparse not in self.announced and (flight := self._admit(sparse, keep=True)) is not None:
             self.announced.add(sparse, flight)
 
@@ -308,11 +304,8 @@ class Tiers(Placement):
         self.announced.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
-        """Returns the flight of this batch, whose rows are there, and the batch with slots for ids.
-
-        If it is not a training batch, rows that are not cached are read into temporary slots and the cache stays as it
-        is. Raises StoreError if any store has failed, because it was to keep other rows.
-        """
+        """The flight of a batch whose rows are there, and the batch with slots for ids; scoring reads absent rows into
+        temporary slots, so the cache stays. Raises StoreError if any store has failed."""
         self._laid_out()
         flight = self.announced.take(
             sparse, unchanged=lambda own: own.is_of(sparse.values, spans_of(self.layout, sparse)), training=training
@@ -357,10 +350,8 @@ class Tiers(Placement):
         return next(t for t, each in enumerate(self.tables) if each.name == table)
 
     def bring(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
-        """Starts to bring rows, by table number, to slots; the flight's `slots` has those of all tables end to end.
-
-        keep: into the cache, as for a training batch; else beside it. Raises StoreError if a store has failed.
-        """
+        """Starts to bring rows by table number to slots, which the flight has end to end: `keep` into the cache, else
+        beside it. Raises StoreError if a store failed."""
         self._laid_out()
         self.raise_failure(only_if_failed=True)
         flight = self._fly(*_end_to_end(rows), keep=keep)
@@ -436,7 +427,6 @@ class Tiers(Placement):
             self.raise_failure()
 
     def raise_failure(self, *, only_if_failed: bool = False) -> None:
-        """Raises StoreError with what went wrong."""
         what = self.caches.failure()
         if what or not only_if_failed:
             raise StoreError(what or "a store failed without saying why")

@@ -43,7 +43,6 @@ class Decision:
 
 
 def decision_of(setup: Setup) -> Decision:
-    """Returns what `setup` decided."""
     memory, planner = setup.below, setup.planner
     whole = [TableSlots(table.num_embeddings, 0) for table in setup.held]
     slots = whole if memory is None else planner.slots_in(memory)[1]

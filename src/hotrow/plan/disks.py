@@ -63,11 +63,8 @@ def measure_memory() -> dict[str, float]:
 
 
 def measure_disk(folder: Path) -> dict[str, Any]:
-    """Measures the disk of `folder` by a file of FILE_BYTES, which is removed in any case.
-
-    A killed process cannot remove its file; the next one that measures or trains there does. Raises ValueError, with
-    the cure, for a folder whose disk cannot be measured.
-    """
+    """Measures the disk of `folder` by a file of FILE_BYTES; one that a killed process left goes with the next. Raises
+    ValueError, with the cure, if it cannot."""
     facts = _checked(folder)
     own = OwnFolder(folder)
     try:

@@ -97,10 +97,8 @@ def _window_bytes(config: Config, dataset: PackedDataset, lengths: Mapping[str, 
 def _sample_bytes(
     model: Network, num_dense: int, dims: Mapping[str, int], lengths: Mapping[str, float], *, training: bool
 ) -> int:
-    """Returns what a sample of a batch takes: its ids and rows, and all that the model allocates for it.
-
-    What is freed on the way counts too: the allocator seldom gives it back, and cannot always use it again.
-    """
+    """Bytes of a sample in a batch: ids, rows, and all that the model allocates, freed or not: the allocator seldom
+    gives it back."""
 
     def allocated(num_samples: int) -> int:
         """Bytes of the rows of a batch, and of what the model allocates for it."""

@@ -34,10 +34,8 @@ class DenseDevice:
 
     @classmethod
     def of(cls, config: Config) -> DenseDevice:
-        """Returns the device and arithmetic that `config` asks for.
-
-        Raises ValueError if this machine does not have them; the error names the option and what to do.
-        """
+        """The device and arithmetic of `config`. Raises ValueError, with option and cure, if this machine lacks
+        them."""
         dtype, wanted = config.train.dense_dtype, config.device
         if wanted == "auto":
             wanted = "cuda" if config.hbm is not None else "cpu"
@@ -93,7 +91,6 @@ class DenseDevice:
         return f"; dense layers on {self.device}{name}, {self.words()}"
 
     def words(self) -> str:
-        """Returns the arithmetic in words for the user."""
         if (self.dtype, self.device.type) == ("bf16", "cpu"):
             if ops.bfloat16_products():
                 return "bfloat16 in products of MLPs, sums and weights float32"
@@ -120,10 +117,8 @@ def _check_interpreter(config: Config) -> None:
 
 
 def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
-    """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
-
-    If None, there is no device. Raises ValueError, with the cure, if the kernels for that are not installed.
-    """
+    """The device of hot copies: the dense layers' GPU, unless tables have slots there; None without. Raises ValueError
+    without kernels."""
     if not config.hot.takes_turns or config.hbm is not None or dense.device.type != "cuda":
         return None
     if find_spec("triton") is None:

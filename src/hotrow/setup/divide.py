@@ -59,10 +59,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counted:
-    """How often the rows of a table are looked up: all that plans take from its counts.
-
-    Counts may be gigabytes, so they are read once; the numbers of rows here are few, as rows are ranked.
-    """
+    """All that plans take from a table's counts, which may be gigabytes and are read once; ranked, few numbers of rows
+    remain."""
 
     num_rows: int
     num_steps: float

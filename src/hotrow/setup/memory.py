@@ -131,10 +131,8 @@ def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> 
 
 
 def shortage(config: Config, tables: Sequence[TableConfig], room: Room, *, beside_bytes: int) -> str | None:
-    """Returns why memory may run out in training although the config says how much of it tables take.
-
-    tables: what this process holds. None if there is enough, and if the config leaves it to `choose`.
-    """
+    """Why memory may run out though the config says what tables take; None if there is enough, or `choose` decides.
+    tables: of this process."""
     needed, available = required_bytes(config, tables), room.dram_bytes
     given = needed if config.memory == "dram" else dram_budget(config, 0)
     taken = min(needed, given)
@@ -191,11 +189,8 @@ def place_tables(
     training: bool,
     beside_bytes: int = 0,
 ) -> tuple[Memory | DeviceMemory | None, SlotPlanner]:
-    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
-
-    tables: the run's, or the parts of them that this process holds. Raises ValueError as `choose` does, and if the
-    slots cannot hold the rows of a step, with the bytes that would do.
-    """
+    """Where rows lie: by `choose`, behind device slots with `memory.hbm`. tables: the run's, or this process' parts.
+    Raises ValueError as `choose`, and for slots below a step's rows, with the bytes that do."""
     below, planner = choose(
         config, tables, run, room=room, dataset=dataset, training=training, beside_bytes=beside_bytes
     )

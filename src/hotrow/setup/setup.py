@@ -224,10 +224,8 @@ def _shards(
 
 
 def _check_merging(config: Config, shards: Mapping[str, Shard], num_beyond: int) -> None:
-    """Raises ValueError, with the cure, if ranks cannot merge what each of them changed in several steps.
-
-    num_beyond: number of hot rows that not every rank holds.
-    """
+    """Raises ValueError, with the cure, if ranks cannot merge several steps. num_beyond: hot rows that not every rank
+    holds."""
     if config.hot.merge_every == 1:
         return
     text, optimizer = f"hot.merge_every is {config.hot.merge_every}", config.optimizer.sparse.name

@@ -62,10 +62,8 @@ def shards_of(
 def shards_by_bytes(
     config: Config, tables: Sequence[TableConfig], wires: Mapping[str, Wire], num_ranks: int, *, counted: bool
 ) -> dict[str, Shard]:
-    """Returns the same but for hot rows, from what each table sends.
-
-    counted: `wires` rest on access counts, and may say which tables have owners that pool.
-    """
+    """Shards by what each table sends, without hot rows. counted: `wires` rest on access counts, so tables may have
+    owners that pool."""
     sharding = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
     _check_names("sharding", sharding, tables)
     sizes = {table.name: table.num_embeddings * record_bytes(table, config.optimizer.sparse.name) for table in tables}

@@ -49,7 +49,6 @@ class Accesses(NamedTuple):
         return -np.expm1(self.rates * self.num_steps * rest)
 
     def distinct(self, share: float, num_ranks: int) -> Distinct:
-        """Returns the different rows in this share of a batch."""
         chance, apart = self.chances(share), np.exp(-LARGE_GAP * self.chances(share))
         # Rows that nobody looks up lie behind all others: on each rank the next table's first row is far from the last.
         unused = num_ranks * (float(self.rows[chance == 0].sum()) / num_ranks > LARGE_GAP)

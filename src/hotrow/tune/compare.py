@@ -32,10 +32,8 @@ MAX_SEEDS = 1000
 
 
 def of_seeds(config: Config, num_seeds: int) -> list[Config]:
-    """Returns the config with `num_seeds` seeds, from its own on; a folder that it names gets folders seed-N.
-
-    Raises ValueError if `num_seeds` is not from 1 to MAX_SEEDS.
-    """
+    """The config with `num_seeds` seeds from its own on, folders seed-N below its own. Raises ValueError unless it is 1
+    to MAX_SEEDS."""
     if not 1 <= num_seeds <= MAX_SEEDS:
         raise ValueError(f"--seeds is {num_seeds}; it must be from 1 to {MAX_SEEDS:,}")
     found = []

@@ -97,10 +97,8 @@ def tune(
 
 
 class Search:
-    """A search in a folder, which no other process may use until `stack` closes.
-
-    Raises ValueError if the folder has trials of another recipe, space or dataset; for other errors see `tune`.
-    """
+    """A search in a folder, locked until `stack` closes. Raises ValueError if it has trials of another recipe, space or
+    dataset, else as `tune`."""
 
     def __init__(
         self, recipe: dict[str, Any], folder: Path, *, origin: str, say: Callable[[str], None], stack: ExitStack
@@ -182,10 +180,8 @@ class Search:
         return sum(figure > sign * trial.figures[rung] for figure in figures) < max(1, len(figures) // KEEP)
 
     def finish(self, num_seeds: int) -> dict[str, Any]:
-        """Writes the best recipe, compares it with the given one on test rows if there are some.
-
-        Raises ValueError if no trial came to its end.
-        """
+        """Writes the best recipe and compares it with the given one on test rows, if any. Raises ValueError if no trial
+        ended."""
         trials = self.results.trials
         ended = [number for number, trial in enumerate(trials) if trial.status == "finished"]
         if not ended:
@@ -259,10 +255,8 @@ def steps_at(config: Config, share: float, num_rows: int) -> int | None:
 
 
 def _trained(config: Config, steps: int | None, *, hidden: Sequence[str] = ()) -> RunFolder:
-    """Returns the run in the folder of `config`, begun or continued, when it has taken `steps`.
-
-    Raises _Interrupted if a signal stopped it.
-    """
+    """The run in the folder of `config`, begun or continued, after `steps`. Raises _Interrupted if a signal stopped
+    it."""
     path = Path(config.run or "")
     if not is_taken(path / CONFIG):
         remove(path)  # a kill came before its first step

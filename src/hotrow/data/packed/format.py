@@ -102,12 +102,10 @@ class Table:
 
     @property
     def vocabulary_file(self) -> str:
-        """Path of the vocabulary within the dataset's folder."""
         return f"vocab/{file_name(self.name)}"
 
     @property
     def counts_file(self) -> str:
-        """Path of the accesses per row within the dataset's folder."""
         return f"counts/{file_name(self.name)}"
 
     @property
@@ -286,7 +284,6 @@ class DatasetInfo:
         return 4 * (self.num_targets + len(self.dense)) + sum(sizes)
 
     def id_dtype(self, feature: Feature) -> type[np.int32 | np.int64]:
-        """Returns the integer type in which ids of `feature` are stored."""
         return self.table_by_name[feature.table].id_dtype
 
     def schema_fingerprint(self) -> str:
@@ -402,7 +399,6 @@ def columns_of(info: DatasetInfo, columns: Sequence[Any]) -> Block:
 
 
 def lengths_of(ids: Ids) -> NDArray[np.int64]:
-    """Returns how many ids each row has."""
     return np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64)
 
 

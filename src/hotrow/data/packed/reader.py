@@ -136,10 +136,8 @@ def _is_compressed(metadata: bytes) -> bool:
 
 
 class Split:
-    """One split of a packed dataset: its rows in blocks, in stored order.
-
-    `block(i)` is read from the mapping without a copy. At most 64 parts stay mapped.
-    """
+    """The rows of a split in blocks, in stored order, read from the mapping without a copy. At most 64 parts stay
+    mapped."""
 
     def __init__(self, folder: Path, name: str, info: DatasetInfo) -> None:
         self.name, self.info = name, info
@@ -160,11 +158,8 @@ class Split:
         return len(self.block_rows)
 
     def block(self, index: int) -> Block:
-        """Returns the columns of block `index` as read-only views of the mapping.
-
-        The first read checks the checksum, the structure, that labels are of their kind and dense values finite, and
-        that ids are below num_embeddings. Raises ValueError naming file, block and byte range if a check fails.
-        """
+        """The columns of block `index`, read-only views. The first read checks checksum, structure, labels, dense
+        values and ids; ValueError names file, block and byte range."""
         part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
         part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
         check = not self._verified[index]
@@ -210,10 +205,8 @@ def _to_numpy(column: pa.Array) -> Any:
 
 
 class PackedDataset:
-    """A packed dataset on disk, opened by `PackedDataset.open`; docs/format.md describes the folder.
-
-    `info` is the manifest, `split("train")` holds rows, `counts(table)` are the training accesses per row.
-    """
+    """An opened packed dataset (docs/format.md): `info` is the manifest, `split("train")` has rows, `counts(table)`
+    training accesses per row."""
 
     def __init__(self, path: Path, info: DatasetInfo) -> None:
         self.path, self.info = path, info
@@ -256,7 +249,6 @@ class PackedDataset:
 
     @property
     def has_counts(self) -> bool:
-        """Whether the accesses of every table's rows are known."""
         return all(table.counts_file in self.info.files for table in self.info.tables)
 
     @property
@@ -307,10 +299,8 @@ class PackedDataset:
         return open_counts(self._side_file(used, check="crc32")), open_counts(self._side_file(seen, check="crc32"))
 
     def reborn(self, table: str) -> NDArray[Any]:
-        """Returns the rows of `table` that stand for other ids than in the dataset before, rising, mapped.
-
-        Raises ValueError, which names the file, if it has rows that the table does not have.
-        """
+        """Rows of `table` that stand for other ids than in the dataset before, rising, mapped. Raises ValueError,
+        naming the file, for rows out of range."""
         own = self._table(table)
         if own.reborn_file not in self.info.files:
             return np.empty(0, np.uint32)
@@ -324,10 +314,8 @@ class PackedDataset:
         return self._side_file(self._table(table).vocabulary_file, check="size")
 
     def vocabulary(self, table: str) -> Vocabulary:
-        """Returns the mapped vocabulary of `table`; its size and header are checked here, its content is not.
-
-        Raises ValueError if there is none, or if it is not the one that the manifest names.
-        """
+        """The mapped vocabulary of `table`, checked by size and header. Raises ValueError if there is none, or another
+        than the manifest's."""
         path, wanted = self.vocabulary_path(table), self._table(table).vocabulary
         found = Vocabulary.open(path, verify="header")
         if found.id != wanted:
@@ -335,10 +323,7 @@ class PackedDataset:
         return found
 
     def table_configs(self, embedding_dim: int | Mapping[str, int]) -> tuple[TableConfig, ...]:
-        """Returns a config for each table; row 0 (rare and unseen ids) starts at zero.
-
-        embedding_dim: columns of all tables, or of each by its name.
-        """
+        """A config for each table; row 0 (rare and unseen ids) starts at zero. embedding_dim: of all, or by table."""
         return tuple(
             TableConfig(
                 name=table.name,
@@ -351,10 +336,8 @@ class PackedDataset:
         )
 
     def list_lengths(self, features: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
-        """Yields, for each block, its split, its first row there, and the number of ids of each row by feature.
-
-        Reads every block once; the first reading verifies it.
-        """
+        """Yields by block: split, first row, and number of ids of each row by feature. Reads, and so verifies, every
+        block once."""
         places = {name: self.info.feature_names.index(name) for name in features}
         for name, split in self.splits.items():
             row = 0
