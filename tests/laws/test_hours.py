@@ -126,7 +126,7 @@ def test_hours_are_not_what_prepare_says(tmp_path: Path) -> None:
     dataset = prepared(tmp_path, [MIDNIGHT + 60 * k for k in range(500)])
     given = ["prepare", "csv", f"{tmp_path}/rows.csv", "--schema", f"{tmp_path}/schema.yaml", "--out", f"{tmp_path}/b"]
     said = CliRunner().invoke(app, given)
-    summary = said.output.partition("\nsummary\n")[2]
+    summary = said.stdout.partition("\nsummary\n")[2]
     assert said.exit_code == 0 and "rows_read" in summary and "hours" not in summary
     assert PackedDataset.open(tmp_path / "b").hours() == dataset.hours() != []
 

@@ -322,8 +322,8 @@ def test_a_model_that_needs_ids_has_been_called_before_requests_come(tmp_path: P
     run.export(tmp_path / "out")
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        outputs = Version._outputs
-        patch.setattr(Version, "_outputs", lambda *own: (found := outputs(*own), made.append(found))[0])
+        outputs = Version._scores
+        patch.setattr(Version, "_scores", lambda *own: (found := outputs(*own), made.append(found))[0])
         scorer = hotrow.Scorer(tmp_path / "out")
     assert [found.shape for found in made] == [(1,)]
     with pytest.raises(ValueError, match="row 0: feature 'item_history' has 7 ids"):
@@ -333,7 +333,7 @@ def test_a_model_that_needs_ids_has_been_called_before_requests_come(tmp_path: P
         raise SampleError(0, "item", "no ids")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Version, "_outputs", refuse)
+        patch.setattr(Version, "_scores", refuse)
         with pytest.raises(ValueError, match=r"out.export\.json does not describe"):
             hotrow.Scorer(tmp_path / "out")
 
