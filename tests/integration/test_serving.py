@@ -385,14 +385,19 @@ def test_a_version_that_cannot_be_opened_is_said_once(
     assert said == f"version {scorer.version} stays: {folder} has no export.json: export the run again"
 
 
-def test_where_it_listens_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+def test_where_it_listens_is_said_and_no_answer_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
     words = ["serve", str(folder / "out"), "--port"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         err = command(*words, port, code=2)
         assert f"port {port}: Address already in use; choose another" in err
-    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    waits = list[int]()
+    off = (socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: waits.append(sockets[0].getsockopt(*off)))
     command(*words, "0")
+    assert waits == [1]
     assert re.search(r"at http://127\.0\.0\.1:[1-9]\d*/score", command.err)
 
 

@@ -202,6 +202,8 @@ def serve(scorer: Scorer, *, host: str, port: int, follow: bool = False) -> None
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ValueError(f"cannot listen at {host}, port {port}: {reason}; choose another --port or --host") from None
+    # Connections inherit it; asyncio sets it only on sockets that say their protocol, and an answer would wait 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     print(f"serving {scorer.path}, version {scorer.version}, at {where}/score", file=sys.stderr)
     is_open = not listening.getsockname()[0].startswith(("127.", "::1"))
