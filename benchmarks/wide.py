@@ -62,7 +62,7 @@ def measured(folder: Path, num_rows: int, num_columns: int, seed: int) -> tuple[
         both.append(clicks.metrics())
         both[-1].update(np.log(scores / (1 - scores)), y[num_rows:].astype(np.float32))
     auc = compared(clicks, *both)["auc"]
-    return seconds, auc["first"], auc["second"], auc["difference"], auc["error"]
+    return seconds, auc["first"], auc["second"], -auc["difference"], auc["error"]
 
 
 def seconds_of_clicks(folder: Path, num_rows: int) -> float:

@@ -75,14 +75,15 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """By table, rows [N, D] in their dtype, as lookups read them, updated in place. In tiers indexed by slot; only
-        slots in use count."""
+        """By table, its rows [N, D] in its dtype: what lookups read; updated in place. In tiers they are indexed by
+        slot, not by row, and only slots in use mean anything."""
         return self.placement.weights
 
     @property
     def low(self) -> dict[str, Tensor]:
-        """Lower halves [N, D] int16 of bfloat16 tables, with `weights` float32 bit for bit; here, as rows and
-        checkpoints need them before an optimizer."""
+        """Lower halves [N, D] int16 of the bfloat16 tables; joined with the upper halves in `weights` they are the
+        float32 rows bit for bit. They belong to the collection, because initial rows and checkpoints need them before
+        there is an optimizer."""
         return self.placement.low
 
     @classmethod
@@ -102,8 +103,8 @@ class EmbeddingCollection(nn.Module):
 
     @classmethod
     def from_torchrec(cls, collection: Any) -> EmbeddingCollection:
-        """A collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with names and pooling. A batch's
-        per-id weights count, whatever is_weighted was."""
+        """Makes a collection of a torchrec EmbeddingBagCollection or EmbeddingCollection, with its names and pooling.
+        Per-id weights are used if a batch has them, even if the collection was made with is_weighted=False."""
         return cls._of(torch_tables.from_torchrec(collection))
 
     @classmethod
@@ -117,8 +118,8 @@ class EmbeddingCollection(nn.Module):
         return emb
 
     def to_torch(self) -> dict[str, nn.EmbeddingBag]:
-        """A copy of each table, by name, as nn.EmbeddingBag of its pooling; float16 only if the table is. Raises
-        ValueError in tiers."""
+        """Returns a copy of each table, by name, as an nn.EmbeddingBag of its pooling; float16 only if the table is.
+        Raises ValueError in tiers, whose tables may be larger than memory."""
         modules = {}
         for number, table in enumerate(self.tables):
             weight = self._whole(table.name)
@@ -128,8 +129,8 @@ class EmbeddingCollection(nn.Module):
         return modules
 
     def torchrec_state_dict(self, kind: str = "embedding_bags") -> dict[str, Tensor]:
-        """The tables under torchrec's names. kind: "embedding_bags", or "embeddings" for its EmbeddingCollection.
-        Raises ValueError in tiers."""
+        """Returns the tables under torchrec's names, for load_state_dict of an equal EmbeddingBagCollection. kind:
+        "embedding_bags", or "embeddings" for torchrec's EmbeddingCollection. Raises ValueError in tiers."""
         return {f"{kind}.{name}.weight": self._whole(name) for name in self.weights}
 
     def _prepare(self) -> None:
@@ -382,8 +383,8 @@ class EmbeddingCollection(nn.Module):
 
 
 class Waiting:
-    """Counts batches that wait for an optimizer: forward passes with a backward pass; those without one between
-    (towers, negatives) are one."""
+    """Counts the batches that wait for an optimizer: forward passes with at least one backward pass. Forward passes
+    without a backward pass between them are one batch: towers, or a positive and its negatives."""
 
     def __init__(self) -> None:
         self.num_batches = 0

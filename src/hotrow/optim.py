@@ -161,9 +161,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def prepare(self) -> Callable[[], None]:
         """Starts the exchange that the next step on the pending batches needs; `step` or `zero_grad` must follow.
-
-        Returns a function that waits for it; `step` waits too.
-        """
+        Returns a function that waits for it; `step` waits too."""
         waiting = [k for k, part in enumerate(self._parts) if part.emb.pending]
         begun = [self._parts[k].emb.placement.prepare(self._lookups(k)) for k in waiting]
 
@@ -282,10 +280,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` returned: rates and states; for tables in tiers a checkpoint does.
-
-        Raises ValueError if it belongs to other tables or another optimizer; then nothing has changed.
-        """
+        """Restores what `state_dict()` returned: rates and states; for tables in tiers a checkpoint does. Raises
+        ValueError if it belongs to other tables or another optimizer; then nothing has changed."""
         for part in self._parts:
             part.emb.placement.check("optimizer_state_dict")
         own = [group["name"] for group in self.param_groups]
@@ -518,8 +514,8 @@ class SplitSGDBF16(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Steps every parameter with a gradient; returns the closure's loss, if any. Raises ValueError, with nothing
-        moved, for one changed since it was split or a sparse gradient."""
+        """Takes one step for every parameter that has a gradient; returns the closure's loss, if one is given. Raises
+        ValueError if a parameter was changed since it was split, or has a sparse gradient; then nothing has moved."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -589,8 +585,8 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
-    """Where pending gradients of `emb` and their per-id weights first have NaN or infinity, or None. Sums over them are
-    not looked at."""
+    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity, or None. The
+    sums that a row gets from many finite gradients are not looked at."""
     for pending in emb.pending:
         found = ops.first_nonfinite(pending.grad)
         if found is not None:

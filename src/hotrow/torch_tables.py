@@ -39,9 +39,7 @@ class Given(NamedTuple):
 
 def from_torch(modules: nn.Module | Mapping[str, nn.Module] | nn.ModuleDict) -> list[Given]:
     """Returns a table for each nn.EmbeddingBag or nn.Embedding, with a feature of its name ("embedding" for one alone).
-
-    Raises ValueError for other modules, and for options that hotrow's tables do not have.
-    """
+    Raises ValueError for other modules, and for options that hotrow's tables do not have."""
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleDict):
         modules = {"embedding": modules}
     return [_of_torch(name, module) for name, module in modules.items()]
@@ -80,8 +78,8 @@ def _given(name: str, weight: Any, features: tuple[str, ...], pooling: Pooling) 
 
 
 def from_torchrec(collection: Any) -> list[Given]:
-    """The tables of a torchrec EmbeddingBagCollection, or EmbeddingCollection (not pooled). Raises ValueError for other
-    objects and options."""
+    """Returns the tables of a torchrec EmbeddingBagCollection, or of an EmbeddingCollection, whose rows are not pooled.
+    Raises ValueError for other objects, and for tables whose options have no counterpart here."""
     for configs, modules in (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings")):
         if callable(getattr(collection, configs, None)):
             weights = dict(collection.named_parameters())

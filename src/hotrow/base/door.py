@@ -87,10 +87,8 @@ def is_taken(path: Path | str) -> bool:
 
 
 def make_folder(path: Path | str, *, within: Path | None = None) -> None:
-    """Makes the folder `path`, and missing ones above it, for the owner alone (mode 0700). It may exist already.
-
-    Raises ValueError if something else is there, or, below the folder `within`, a link.
-    """
+    """Makes the folder `path`, and missing ones above it, for the owner alone (mode 0700). It may exist already. Raises
+    ValueError if something else is there, or, below the folder `within`, a link."""
     path = Path(path)
     if not path.parent.exists():
         make_folder(path.parent, within=None if path.parent == within else within)
@@ -104,10 +102,8 @@ def make_folder(path: Path | str, *, within: Path | None = None) -> None:
 
 
 def remove(path: Path, *, within: Path | None = None) -> None:
-    """Removes the file, link or whole folder `path`, if there is one. Of a link, only the link itself goes.
-
-    No link below `within`, by default the folder of `path`, is followed: ValueError is raised instead.
-    """
+    """Removes the file, link or whole folder `path`, if there is one. Of a link, only the link itself goes. No link
+    below `within`, by default the folder of `path`, is followed: ValueError is raised instead."""
     with suppress(FileNotFoundError), _parent(path, within) as parent:
         if stat.S_ISDIR(os.lstat(path.name, dir_fd=parent).st_mode):
             shutil.rmtree(path.name, dir_fd=parent)
@@ -137,9 +133,8 @@ def check_real(path: Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, int]]:
-    """Yields the path in `folder` and the kind of each entry; what another process removes meanwhile is left out,
-    and so is what lies in a folder that this process may not read. Raises ValueError beyond MAX_LEVELS.
-    """
+    """Yields the path in `folder` and the kind of each entry; what another process removes meanwhile is left out, and
+    so is what lies in a folder that this process may not read. Raises ValueError beyond MAX_LEVELS."""
     waiting = [""]
     while waiting:
         below = waiting.pop()

@@ -48,8 +48,8 @@ MAX_BYTES = 2**63 - 1
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
-    """Bytes of text such as "2GiB", "500 MB" or "4g", or of a number. Raises ValueError, naming `what`, for others and
-    beyond MAX_BYTES."""
+    """Returns the bytes in text such as "2GiB", "500 MB" or "4g", or the number itself. Raises ValueError, which names
+    `what`, for other text and for a number beyond MAX_BYTES."""
     number: float = 0
     if isinstance(size, int):
         number = size
@@ -177,15 +177,15 @@ def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Writes UTF-8 JSON atomically, for other programs (records.py has our own). Raises ValueError for NaN and
-    infinity."""
+    """Writes `value` as UTF-8 JSON for other programs, atomically. Files that hotrow reads back use records.py. Raises
+    ValueError for NaN and infinity, which JSON does not have."""
     with atomic_write(path) as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 def check_name(name: str, *, what: str = "name") -> str:
-    """`name` if it may be a file name: one component, printable, not hidden, at most 200 bytes. Raises ValueError
-    naming `what`."""
+    """Returns `name` if it may become a file name: one path component, printable, not hidden, at most 200 bytes. Raises
+    ValueError, which names `what`, for an empty name, a leading ".", "/", a backslash or a control character."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} is {name!r}; it must be a non-empty string")
     if name.startswith(".") or re.search(r"[/\\\x00-\x1f\x7f]", name):
@@ -281,8 +281,7 @@ def _locked(path: Path, flags: int, how: int) -> tuple[int, bool]:
 
 def is_seen(path: Path) -> bool:
     """Returns whether `path` exists, also if another machine has just made it in a folder that this one caches, as NFS
-    does: it then asks the server what is new there.
-    """
+    does: it then asks the server what is new there."""
     try:
         return any(each.name == path.name for each in path.parent.iterdir())
     except OSError:
@@ -308,7 +307,8 @@ def disk_free_bytes(path: Path | str) -> int:
 
 
 def crc32(path: Path, start: int = 0, stop: int | None = None, *, within: Path | None = None) -> int:
-    """The crc32 of bytes [start, stop) of a file (None: its end), in pieces of 16 MiB. within: see `open_file`."""
+    """Returns the crc32 of bytes [start, stop) of a file, which is read in pieces of 16 MiB. stop: if None, its end.
+    within: see `open_file`."""
     with open_file(path, within=within) as file:
         crc, left = 0, (os.fstat(file.fileno()).st_size if stop is None else stop) - start
         file.seek(start)
@@ -371,10 +371,8 @@ class FullDiskError(OSError):
 def explain_full_disk(
     folder: Path, doing: str, kept: str | Callable[[], str], cure: str = "run the same command again"
 ) -> Iterator[None]:
-    """Adds to "no space" errors of the block what was being done, what is kept and how to continue.
-
-    kept: text, or a function if the text is known only once the disk is full. Errors of an inner block pass unchanged.
-    """
+    """Adds to "no space" errors of the block what was being done, what is kept and how to continue. kept: text, or a
+    function if the text is known only once the disk is full. Errors of an inner block pass unchanged."""
     try:
         yield
     except FullDiskError:

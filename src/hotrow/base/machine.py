@@ -57,8 +57,9 @@ def cpuinfo() -> str:
 
 
 def isa_limit() -> str | None:
-    """The widest instruction set that HOTROW_ISA allows hotrow's and torch's kernels, as on an older processor; None if
-    unset. Raises ValueError for an unknown word."""
+    """Returns the widest instruction set that the environment variable HOTROW_ISA allows; None if it is not set. The
+    variable makes a processor look like an older one to hotrow's kernels, to torch's, and in reports. Raises ValueError
+    for an unknown word."""
     limit = os.environ.get("HOTROW_ISA") or None
     if limit is not None and limit not in ISAS:
         raise ValueError(f"HOTROW_ISA is {limit!r}; set it to one of {', '.join(ISAS)}, or leave it unset")
@@ -143,8 +144,8 @@ def _machine_available_bytes() -> int:
 
 
 def cgroup_folders(controller: str, root: Path, membership: Path) -> Iterator[tuple[int, Path]]:
-    """Yields version (1 or 2) and folder of this process's cgroup and its parents for a controller. root: such as
-    /sys/fs/cgroup; membership: such as /proc/self/cgroup."""
+    """Yields the version (1 or 2) and folder of this process's cgroup and its parents, for one controller. root: where
+    they are mounted, such as /sys/fs/cgroup; membership: such as /proc/self/cgroup. Folders may be absent."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

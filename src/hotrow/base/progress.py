@@ -156,10 +156,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback]:
-    """Yields a callback that shows rows, rate and remaining time on stderr, or nothing if `quiet`.
-
-    On a terminal there is one bar per stage; elsewhere there are timed lines, as a bar would appear only at the end.
-    """
+    """Yields a callback that shows rows, rate and remaining time on stderr, or nothing if `quiet`. On a terminal there
+    is one bar per stage; elsewhere there are timed lines, as a bar would appear only at the end."""
     console = Console(stderr=True)
     with _bars(console) if console.is_terminal and not quiet else _lines(quiet=quiet) as show:
         yield show

@@ -40,8 +40,8 @@ _KEY = f' "{CHECKSUM}": "'
 
 
 class Document(Generic[T]):
-    """A kind of JSON file with a `record`: a dataclass with `STRICT`, or a mapping. marks: fields that say kind and
-    version. cure: for a refused file."""
+    """A kind of JSON file, which holds a `record`: a dataclass with `STRICT`, or a mapping. marks: fields that say what
+    the file is and in which version. cure: what a user can do about a file that is refused."""
 
     def __init__(self, record: type[T], *, marks: Mapping[str, str | int], cure: str) -> None:
         self.marks, self.cure = dict(marks), cure

@@ -13,7 +13,8 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Makes idle OpenMP threads sleep, here if torch is not loaded, and in child processes. Spinning takes the cores
-    that others, even the thread waited for, need: two threads are then slower than one."""
+    """Makes idle OpenMP threads sleep, in this process if torch is not loaded yet, and in those that it starts. By
+    default they spin for milliseconds. If other processes want the cores, a thread that waits spins away the time of
+    the one it waits for, and two threads are several times slower than one."""
     if not any(name in environ for name in VARIABLES):
         environ["OMP_WAIT_POLICY"] = "passive"

@@ -112,8 +112,9 @@ def load_yaml(path: Path | str, *, cure: str, what: str = "") -> Any:
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """The config in the YAML file `path`, changed by `a.b=v` in YAML; what a new `model.name` lacks is left out with a
-    warning. Raises ValueError naming file, field, value and what is allowed."""
+    """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML. If they set
+    `model.name`, options in the file that the new model does not have are left out, with a warning. Raises ValueError
+    naming file, field, value and what is allowed, also if there is no such file."""
     raw = {name: section for name, section in read_config(path).items() if name != TUNE}
     raw = with_model(raw, overrides_of(overrides).get("model.name"))
     return make_config(apply_overrides(raw, overrides), origin=f"config {path}")
@@ -148,8 +149,8 @@ def read_config(
     example: str = "recipes/criteo-small.yaml",
     field: str = "data: data/criteo",
 ) -> dict[str, Any]:
-    """The unchecked fields of a YAML file; ValueError, naming it, without any. what, example, field: its kind, and
-    examples for errors."""
+    """Returns the fields in the YAML file at `path`, unchecked. Raises ValueError, which names the file, if it has
+    none. what, example, field: the kind of file, and the examples of a file and of a field that errors name."""
     if not isinstance(path, str | Path):
         raise ValueError(f"{what} is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
     raw = load_yaml(path, what=what, cure=f"pass a YAML file such as {example}")
@@ -167,8 +168,8 @@ def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `raw` with each `a.b=v` set. Raises ValueError without `=`, through a plain value, and for keys that
-    are no text."""
+    """Returns a copy of `raw` with each `a.b=v` set. Raises ValueError if an override has no `=` or goes through a
+    plain value, or if a key of `raw` is not a text."""
     result: dict[str, Any] = _copy(raw)
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()

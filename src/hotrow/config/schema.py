@@ -351,8 +351,8 @@ class ParallelConfig(_Section):
     tables are replicated, the others are dealt out by `row`, or given to one rank each, or to several by columns, if
     their pooled vectors are fewer bytes."""
     hot_rows: Share = 0
-    """Share of the rows of all tables that are not replicated, those with most accesses, of which every rank holds a
-    copy. No lookup waits for these rows; memory and bytes on the wire grow. Tables that send pooled vectors have no
+    """Every rank holds a copy of this share of the rows of tables that are not replicated: those with most accesses.
+    No lookup waits for these rows; memory and bytes on the wire grow. Tables that send pooled vectors have no
     copies."""
     exchange: Literal["auto", "rows", "pooled"] | dict[str, Exchange] = "auto"
     """What travels of tables that are not replicated. `rows`: each row to the ranks that look it up, and a sum of its
@@ -482,8 +482,8 @@ def interval_steps(interval: float | None, *, steps_per_epoch: int) -> float | N
 
 
 def is_due(step: int, every: float | None) -> bool:
-    """Whether an event of every `every` steps follows step `step` (from 1): a quarter of 1,005 is due after 252, 503,
-    754 and 1,005."""
+    """Returns whether an event that comes every `every` steps comes after step number `step` (from 1). A quarter of an
+    epoch of 1,005 steps is 251.25 steps: it is due after steps 252, 503, 754 and 1,005."""
     if every is None:
         return False
     slack = 1e-9  # 0.1 * 30 is above 3

@@ -191,8 +191,8 @@ BINS_PER_OCTAVE, FINE_ROWS = 16, 64
 
 
 def _covering(dataset: PackedDataset, tables: Sequence[TableUse], budget_bytes: int, seed: int) -> Found:
-    """Hot rows by table, and how many samples were looked at. No fewer of them are hot than by the rows with most
-    accesses."""
+    """Returns hot rows by table, and how many samples were looked at. At least as many of those samples are hot as with
+    the most accessed rows, because their prefixes are among the choices."""
     popular = most_accessed(tables, budget_bytes)
     edges = [
         np.array([len(t.counts)]) if t.is_small else np.union1d(prefixes_of(len(t.counts)), [n])
@@ -252,8 +252,9 @@ def _num_bytes(sizes: Sequence[NDArray[np.int64]], cuts: Sequence[int]) -> int:
 
 
 def _shrink(bins: NDArray[np.int16], sizes: Sequence[NDArray[np.int64]], budget_bytes: int) -> list[int]:
-    """From prefixes that cover all samples, shortens the one that loses fewest samples per byte until they fit; a lost
-    sample counts no more. `_fill` uses the rest."""
+    """Starts from the prefixes that cover all samples, and shortens prefixes until they fit the budget. Each step
+    shortens the table that loses fewest samples per byte saved. A sample that is lost no longer counts for the other
+    tables. `_fill` uses the room that is left at the end."""
     cuts = [int(own.max(initial=0)) for own in bins]
     covered = np.ones(bins.shape[1], np.bool_)
     histograms = [np.bincount(own, minlength=len(size)) for own, size in zip(bins, sizes, strict=True)]

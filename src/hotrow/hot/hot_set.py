@@ -34,8 +34,8 @@ def is_small(num_rows: int, record_bytes: int, small_table_bytes: int = SMALL_TA
 def check_budget(
     tables: Iterable[tuple[int, int]], budget_bytes: int, small_table_bytes: int = SMALL_TABLE_BYTES
 ) -> None:
-    """Raises ValueError if the budget does not hold the small tables and a row of each other one. tables: rows, bytes
-    of a row."""
+    """Raises ValueError if the budget does not hold the small tables and one row of every other table. tables: the
+    number of rows, and the bytes of a row, of each table."""
     least = sum(record_bytes * (n if is_small(n, record_bytes, small_table_bytes) else 1) for n, record_bytes in tables)
     if least > budget_bytes:
         raise ValueError(
@@ -110,7 +110,7 @@ class HotSet:
         return {name: rows.num_rows if ranked else rows.prefix for name, rows in self.rows.items()}
 
     def num_beyond(self, prefixes: Mapping[str, int]) -> int:
-        """Returns how many hot rows are not among so many of the first rows of their tables."""
+        """Returns how many hot rows are not among the given numbers of first rows of their tables."""
         found = 0
         for name, rows in self.rows.items():
             found += max(0, rows.prefix - prefixes[name]) + int(np.count_nonzero(rows.listed >= prefixes[name]))
@@ -183,8 +183,8 @@ def ranked(name: str, record_bytes: int, counts: NDArray[Any], small_table_bytes
 
 
 def most_accessed(tables: Sequence[TableUse], budget_bytes: int) -> list[int]:
-    """Rows to take of each table so that those with most accesses per byte fill the budget; of equals the first
-    table's."""
+    """Returns how many rows of each table to take so that the rows with most accesses per byte fill the budget. Between
+    rows with equally many accesses per byte, those of the first table win."""
     rising = [t.counts[:0:-1] for t in tables]
 
     def all_at(density: float) -> list[int]:
@@ -254,8 +254,8 @@ def _ids_of(ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]
 
 
 def hot_samples(dataset: PackedDataset, hot: HotSet, *, threads: int | None = None) -> NDArray[np.bool_]:
-    """Whether each training sample is hot, as one without ids is; reads `threads` blocks at a time. Raises ValueError
-    if `hot` lacks a table."""
+    """Returns for each training sample whether it is hot; one without ids is hot. Reads the training split once,
+    `threads` blocks at a time. Raises ValueError if the hot set lacks a table."""
     split, tables = dataset.split("train"), [feature.table for feature in dataset.info.features]
     if absent := [table for table in tables if table not in hot.rows]:
         raise ValueError(f"the hot set has no table {absent[0]!r}; it has {', '.join(hot.rows) or 'none'}")

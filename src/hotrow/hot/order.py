@@ -80,8 +80,8 @@ class _Reading:
 
 
 class BatchOrder:
-    """Alternates between classes of batches, `rate` (LOWEST to HIGHEST) percent of one at a time. loaders: by class,
-    the first begins; those without rows are left out."""
+    """Alternates between classes of batches, `rate` percent of a class at a time; the first begins. loaders: by class;
+    a class without rows is left out. rate: percent, from LOWEST to HIGHEST."""
 
     def __init__(self, loaders: Mapping[str, Loader], *, rate: float = HIGHEST) -> None:
         self.loaders = {name: loader for name, loader in loaders.items() if loader.num_batches}
@@ -168,8 +168,8 @@ def batch_order(
     part: Callable[[int], tuple[int, int]] | None = None,
     micro_batches: int = 1,
 ) -> BatchOrder:
-    """The order of `config.schedule`. is_hot: bool [rows of the split], or None without a schedule. part,
-    micro_batches: as for `Loader`, a stream for each class."""
+    """Makes the order that `config.schedule` asks for. is_hot: bool [rows of the split]; None if the schedule is none.
+    part, micro_batches: see `Loader`; a schedule of hot batches has one stream for each class."""
     if is_hot is None:
         loader = Loader(split, batch_size, shuffle_seed=shuffle_seed, part=part, micro_batches=micro_batches)
         return BatchOrder({"all": loader})
@@ -187,6 +187,7 @@ def batch_order(
 
 
 def _window_rows(only: NDArray[np.bool_]) -> int:
-    """A class' part of WINDOW_ROWS: all classes' windows take the memory of one of all samples, and mix rows over the
-    same distance."""
+    """Returns a class' part of WINDOW_ROWS: how many rows of it lie in a window of all samples. All classes' windows
+    are in memory at once. With these sizes they take no more than one window of all samples, and rows are mixed over
+    the same distance."""
     return max(1, -(-WINDOW_ROWS * int(only.sum()) // max(1, len(only))))

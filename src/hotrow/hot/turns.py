@@ -37,8 +37,7 @@ def check_hot(
     config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, device: torch.device | None = None
 ) -> None:
     """Raises ValueError for options that no data can satisfy: a budget that is too small or that exceeds the memory of
-    the device for copies, and "fae" without validation rows.
-    """
+    the device for copies, and "fae" without validation rows."""
     if config.schedule == "none":
         return
     if config.schedule == "fae" and not ("val" in dataset.splits and dataset.split("val").num_rows):
@@ -58,8 +57,8 @@ def check_hot(
 def choose_rows(
     config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, seed: int
 ) -> Calibration | None:
-    """The hot rows of a run; None without a schedule. record_bytes: by table, with optimizer state. seed: for ways that
-    sample. Raises ValueError if none fit."""
+    """Returns the hot rows of a run; None without a schedule. record_bytes: by table, bytes of a row with its optimizer
+    state. seed: for the sampled and covering ways to find hot rows. Raises ValueError if no hot set fits."""
     if config.schedule == "none":
         return None
     return calibrate(
@@ -73,7 +72,7 @@ def choose_rows(
 
 
 def _check_room(config: HotConfig, needed: int, device: torch.device) -> None:
-    """Raises ValueError, with the cure, if copies of so many bytes have no room."""
+    """Raises ValueError, with the cure, if there is no room for copies of this size."""
     if needed <= (free := room_bytes(device)):
         return
     raise ValueError(
@@ -171,9 +170,9 @@ class HotCopies:
 
 
 class HotReplicas:
-    """Hot rows that every rank holds among the first rows of its tables, live in hot phases as those of `HotCopies`;
-    ranks then ask for no rows. merge_every: see `Sharded`; ranks are equal before rows are read and before a cold
-    phase."""
+    """The hot rows of tables over several ranks: every rank holds them among the first rows of its tables. As those of
+    `HotCopies` they are live in hot phases, when ranks ask each other for no rows. merge_every: see `Sharded`; before
+    rows are read, and before a cold phase, all ranks have the same rows."""
 
     def __init__(self, tables: Sharded, *, merge_every: int) -> None:
         self.tables = tables
@@ -211,8 +210,8 @@ class TurnsState:
 
 
 class Turns:
-    """The batches of the training split, phase by phase. hot: of `choose_rows`. part, micro_batches: as for
-    `Loader`."""
+    """The batches of the training split, phase by phase. hot: the rows that `choose_rows` returned. part,
+    micro_batches: see `Loader`."""
 
     def __init__(
         self,
@@ -244,8 +243,8 @@ class Turns:
     def attach(
         self, emb: EmbeddingCollection, optimizer: SparseOptimizer, *, device: torch.device | None = None
     ) -> None:
-        """Trains these tables, with hot rows copied to `device`, or held by every rank. Raises ValueError if the device
-        has no room."""
+        """Trains these tables, with copies of their hot rows on `device`, or with the hot rows that every one of
+        several ranks holds. Raises ValueError if the device's memory does not hold the copies."""
         self.device = device
         if self.found is None or not self.config.takes_turns:
             return
@@ -285,8 +284,8 @@ class Turns:
             copies.begin()
 
     def end(self, loss_figure: str, evaluate: Callable[[], float]) -> dict[str, Any] | None:
-        """Goes to the next phase; returns the decision if it is another class'. evaluate: the validation loss, kept as
-        `loss_figure`."""
+        """Goes to the next phase. Returns the decision if the phase is of another class. evaluate: returns the loss on
+        validation rows, which the decision holds under the name `loss_figure`."""
         order, turn = self.order, self.order.turn
         if order.next_name == turn.name:
             order.end_turn()

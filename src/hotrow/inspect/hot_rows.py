@@ -13,15 +13,16 @@ from hotrow.setup.demand import record_bytes
 
 
 def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Algorithm) -> dict[str, int]:
-    """Bytes of a row of each table, float32 weights and optimizer state. Raises ValueError for an unknown optimizer."""
+    """Returns the bytes of a row of each table: float32 weights and optimizer state. Raises ValueError for an unknown
+    optimizer."""
     return {table.name: record_bytes(table, optimizer) for table in dataset.table_configs(embedding_dim)}
 
 
 def compare_ways(
     dataset: PackedDataset, budget_bytes: int, *, embedding_dim: int, optimizer: Algorithm = "sgd", seed: int = 0
 ) -> dict[str, Any]:
-    """Tries every way within the budget; docs/inspect.md lists the fields, `error` among them. Raises ValueError if no
-    way finds a hot set."""
+    """Tries every way within the same budget; docs/inspect.md lists the fields. If a way finds no hot set within the
+    budget, its field `error` says why. Raises ValueError if no way finds one."""
     record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
     ways = []
     for how in WAYS:

@@ -118,8 +118,8 @@ def demand_json(demand: Demand) -> dict[str, Any]:
 def measure_hotness(
     accesses: Accesses, *, batch_size: int = 2048, embedding_dim: int = 16, progress: ProgressCallback | None = None
 ) -> Hotness:
-    """Reads every table's lookups once. batch_size: samples per step. embedding_dim: float32 columns of all tables.
-    Raises ValueError for values below 1."""
+    """Reads every table's lookups once and reports on them. batch_size: samples per step. embedding_dim: float32
+    columns of every table, for the bytes. Raises ValueError for values below 1, and whenever reading does."""
     for name, value in (("batch_size", batch_size), ("embedding_dim", embedding_dim)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -139,12 +139,12 @@ def inspection_page(report: Mapping[str, Any]) -> str:
 
 
 def by_density(report: Mapping[str, Any]) -> list[Table]:
-    """Returns the tables, most bytes demanded per byte of table first."""
+    """Returns the tables, those with most bytes demanded per byte of table first."""
     return sorted(report["tables"], key=lambda table: -table["demand"]["density"])
 
 
 def order_note(report: Mapping[str, Any]) -> str:
-    """Says how batches are made: the different rows of a step depend on it."""
+    """Says how batches are made, because the different rows of a step depend on it."""
     return (
         f"Batches are taken in the stored order of the split {report['split']!r}: the order of the raw rows. Training "
         "that shuffles sees other batches."
@@ -152,7 +152,7 @@ def order_note(report: Mapping[str, Any]) -> str:
 
 
 def coverage_chart(report: Mapping[str, Any]) -> str:
-    """The coverage curves of the tables as SVG text, largest demand first."""
+    """The coverage curves of the tables as SVG text, those with the largest demand first."""
     largest = sorted(report["tables"], key=lambda table: -table["demand"]["training_bytes"])
     return line_chart(
         {table["table"]: table["coverage"] for table in largest},

@@ -90,7 +90,8 @@ def _load() -> tuple[Any, str | None]:
 
 
 def native_module(need: str = "tables in tiers need") -> Any:
-    """The native module. Raises ValueError, with the command that builds it, if `need` has none."""
+    """Returns the native module. Raises ValueError, with the command that builds it, if there is none. need: who needs
+    it, for the message."""
     module, reason = _load()
     if module is None:
         raise ValueError(
@@ -114,7 +115,8 @@ def rebuild() -> str:
 
 
 def _limit_isa(module: Any) -> None:
-    """Limits native kernels and torch to HOTROW_ISA. Raises ValueError if this machine or build lacks it."""
+    """Limits the native kernels, and torch, to the instruction set that HOTROW_ISA names. Raises ValueError if this
+    machine or build does not have it."""
     if (limit := isa_limit()) is None:
         return
     if limit not in (available := module.isas()):
@@ -165,8 +167,8 @@ def backend() -> Backend:
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets of the native kernels that may run here, up to HOTROW_ISA, narrowest first; empty for the
-    reference."""
+    """Returns the instruction sets of the native kernels that may run here, narrowest first: those of the machine, up
+    to HOTROW_ISA if it is set. Empty for the reference."""
     module, limit = _native(), isa_limit()
     available = () if module is None else tuple(module.isas())
     return available[: available.index(limit) + 1] if limit in available else available
@@ -183,15 +185,16 @@ def bfloat16_products() -> bool:
 
 
 def isa_of(dense_dtype: str) -> str:
-    """The instruction set by which last bits may differ. It names our bfloat16 products if they run: others of the set
-    may use torch's."""
+    """Returns the instruction set by which results may differ in their last bits. It names our products of bfloat16 if
+    they run, because other processors with the same set may leave them to torch."""
     isa = backend().isa
     return f"{isa} with avx512_bf16" if dense_dtype == "bf16" and bfloat16_products() else isa
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:
-    """A zeroed tensor, from 2 MiB on huge pages if granted; pages cost nothing until touched. dtype: up to 4 bytes.
-    sparse: mostly untouched, so it may exceed memory. Raises MemoryError without address space."""
+    """Returns a zeroed tensor; from 2 MiB up on huge pages if the system grants them (see `grants_huge_pages`). dtype:
+    at most 4 bytes wide. sparse: most of it will never be touched, so it may be larger than memory. Pages cost nothing
+    until they are touched. Raises MemoryError if there is no address space left."""
     module = _native()
     if module is None:
         return torch.zeros(shape, dtype=dtype)
@@ -203,8 +206,8 @@ def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = Fal
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An uninitialised tensor that lives a step at most; large ones reuse pages, since new ones cost as much as a pass
-    over them."""
+    """Returns an uninitialised tensor for values that live no longer than a step. Large ones reuse pages of earlier
+    ones: pages that are new to the process cost as much as a pass over them."""
     num_elements = math.prod(shape)
     num_floats = -(-num_elements * dtype.itemsize // 8) * 2 if num_elements * 2 > KEPT_FLOATS else 0  # in 8 bytes each
     if num_floats < KEPT_FLOATS or (module := _native()) is None:
@@ -264,8 +267,9 @@ def _check_array(tensor: Tensor, dtypes: Sequence[torch.dtype], what: str, devic
 
 
 class Kernels:
-    """The ops of a collection, or of the features in `layout`, a part of `among`. Only positions of features among keys
-    are kept, so results do not depend on earlier calls."""
+    """The ops of a collection, or of some of its features. layout: the features that a lookup serves. among: the layout
+    of the whole collection if `layout` is a part of it. The object keeps only positions of features among a batch's
+    keys, so results do not depend on earlier calls."""
 
     def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
         self.layout = layout
@@ -288,8 +292,8 @@ class Kernels:
         )
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
-        """Each feature's position among `keys`; 0 for those not served. Raises ValueError naming a feature of the
-        layout that is missing."""
+        """Returns the position of each feature of the collection among `keys`; 0 for features that are not served.
+        Raises ValueError if a feature of the layout is missing; the error names it."""
         found = self._positions.get(keys)
         if found is None:
             self.layout.check_keys(keys)
@@ -325,9 +329,7 @@ class Kernels:
 
     def weight_gradient(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> Tensor:
         """Returns the gradient of the per-sample weights, shaped as `sparse.values`; grad: of `lookup`'s output.
-
-        Positions of features that are not in the layout get 0. Raises as `lookup`.
-        """
+        Positions of features that are not in the layout get 0. Raises as `lookup`."""
         out = torch.zeros(sparse.values.numel())
         if _native() is None:
             self._check_ids(weights, sparse)
@@ -470,8 +472,8 @@ def split_halves(weight: Tensor, low: Tensor) -> None:
 def split_sgd(
     weights: Sequence[Tensor], low: Sequence[Tensor], grads: Sequence[Tensor], *, lr: float, weight_decay: float
 ) -> None:
-    """One step of SGD of weights in two halves, in place, to the bits of `reference.split_sgd`. weights: upper halves,
-    float32 on the CPU; low: int16; grads: float32."""
+    """One step of SGD of weights in two halves, in place, to the bits of `reference.split_sgd` on every processor.
+    weights: upper halves, float32 on the CPU, with zeros below; low: int16 of the same shapes; grads: float32."""
     if _native() is None or not all(weight.is_contiguous() for weight in weights):
         for weight, lower, grad in zip(weights, low, grads, strict=True):
             reference.split_sgd(weight, lower, grad, lr=lr, weight_decay=weight_decay)
@@ -482,8 +484,8 @@ def split_sgd(
 
 @torch.no_grad()
 def flush_denormals(weights: Iterable[Tensor]) -> None:
-    """Makes zeros, with their signs, of denormal float32 `weights` on the CPU, for which torch and its optimizers take
-    up to fifty times as long."""
+    """Makes zeros, which keep their signs, of denormal numbers in float32 `weights` on the CPU. torch's products and
+    optimizers take up to fifty times as long for denormal numbers; our products make zeros of them as they read."""
     own = [weight.detach() for weight in weights if weight.device.type == "cpu" and weight.dtype == torch.float32]
     if _native() is None or not all(weight.is_contiguous() for weight in own):
         for weight in own:
@@ -495,8 +497,9 @@ def flush_denormals(weights: Iterable[Tensor]) -> None:
 def distinct_rows(
     values: Tensor, spans: Sequence[tuple[int, int, int]], num_rows: Sequence[int], shares: Shares
 ) -> Distinct | None:
-    """The distinct rows by table and holder (`reference.distinct_rows`); None for an id outside its table. spans:
-    table, rising, first id in `values`, and end."""
+    """Returns the distinct rows of a batch by table and holder (`reference.distinct_rows`); None if an id is outside
+    its table. spans: a table's number, which rises, and the first and the end of its ids in `values`. num_rows: by
+    table."""
     if _native() is None:
         return reference.distinct_rows(values, spans, num_rows, shares)
     found = _native().distinct_rows(*_views(values), spans, num_rows, _shares(shares), torch.get_num_threads())
@@ -513,8 +516,8 @@ def pack_sums(
     row_of: Sequence[Numbers] = (),
     shares: Shares | None = None,
 ) -> list[tuple[Tensor, int]]:
-    """Sums of rows as int32 messages, and their words of keys (`reference.pack_sums`). first_keys: [T + 1], the last
-    the end. Raises ValueError for slots and rows out of range."""
+    """Returns sums of rows as int32 messages, and how many words of each are keys (`reference.pack_sums`). first_keys:
+    [T + 1]; the last one is the end of all keys. Raises ValueError for slots and rows out of range."""
     if _native() is None:
         return reference.pack_sums(nodes, first_keys, dims.tolist(), row_of, shares)
     each = [(own.counts, *_views(own.rows, own.sums)) for own in nodes]
@@ -532,8 +535,8 @@ def unpack_sums(
     *,
     only_rows: bool = False,
 ) -> Pieces:
-    """Rows and sums of nodes (message, node) (`reference.unpack_sums`). Raises RuntimeError for messages not of
-    `pack_sums`."""
+    """Returns rows and sums of some nodes (message, node) of messages (`reference.unpack_sums`). Raises RuntimeError if
+    a message is not one that `pack_sums` makes."""
     if _native() is None:
         return reference.unpack_sums(messages, pieces, first_keys, dims.tolist(), prefix, only_rows)
     each = [(*_views(words), num_nodes, types.TAKEN.index(taken)) for words, num_nodes, taken in messages]
@@ -567,8 +570,8 @@ def pack_rows(
 
 
 def unpack_rows(messages: Sequence[Tensor], counts: Numbers, slots: Arrays, firsts: Sequence[int]) -> None:
-    """Copies rows of `pack_rows` to slots behind those of group 0 (`reference.unpack_rows`). counts: by table and
-    group, messages[m] is group 1 + m. Raises as `pack_rows`."""
+    """Copies rows from messages that `pack_rows` made to slots, behind those of group 0 (`reference.unpack_rows`).
+    counts: rows by table and group; messages[m] is group 1 + m. Raises ValueError as `pack_rows` does."""
     if _native() is None:
         reference.unpack_rows(messages, counts, slots.tensors, firsts)
         return
@@ -636,7 +639,7 @@ def fill_uniform(
 def uniform_rows(
     rows: slice | Tensor, dim: int, *, key: int, bound: float, zero_rows: int, births: Births = WHOLE
 ) -> Tensor:
-    """Returns the initial values of rows of a table, a range of them or their ids, [n, dim]; see `fill_uniform`."""
+    """Returns the initial values [n, dim] of rows of a table, given as a range or by their ids; see `fill_uniform`."""
     if isinstance(rows, Tensor):
         behind = births.first + (rows - births.prefix) * births.step
         born = torch.where(rows < births.prefix, rows, behind)
@@ -701,8 +704,8 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
 
 def interactions(dense_BD: Tensor, pooled_BFD: Tensor, *, concatenated: bool = False) -> tuple[Tensor, Tensor]:
-    """`dot_interaction`, and the pooled rows' first column [B, F], in one operation. concatenated: rows stand behind
-    the products."""
+    """The `dot_interaction`, and the first column of the pooled rows, [B, F], as one operation of autograd.
+    concatenated: whether the pooled rows themselves stand behind the products."""
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
     wide = _autocast(dense_BD) or dense_BD.dtype == pooled_BFD.dtype == torch.float32
     if not fits or not wide:
@@ -762,8 +765,8 @@ def _by_triton(values: Tensor) -> bool:
 
 
 def _left_to_torch(values: Tensor) -> bool:
-    """Whether torch computes: on devices, without the native module, under autocast but that to bfloat16 on a CPU with
-    our products, when `mlp` is in bfloat16 and the rest float32."""
+    """Returns whether torch's operations run: on devices, without the native module, and under most autocasts. Ours run
+    under autocast to bfloat16 on the CPU if we have products: `mlp` in bfloat16, the rest in float32."""
     if _native() is None or not values.is_cpu:
         return True
     return _autocast(values) and not (bfloat16_products() and torch.get_autocast_dtype("cpu") == torch.bfloat16)
@@ -776,8 +779,8 @@ def _views(*tensors: Tensor | None) -> list[Any]:
 
 
 class Packed:
-    """Weights of MLPs as products take them: `only` these, or all that come. With `only`, threads may share it once
-    each of them came."""
+    """Weights of MLPs in the layout that their products take. only: the weights to keep so; if None, all that come.
+    With `only`, several threads may use it at once after each of these weights came once."""
 
     def __init__(self, only: Iterable[Tensor] | None = None) -> None:
         self._native = None if (module := _native()) is None else module.PackedWeights()
@@ -797,8 +800,8 @@ _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
 class weights_stay:  # noqa: N801  # a block, entered at every call of a server
-    """Inside the block no weight of an MLP may change, so each is rearranged once, not once a call; results stay.
-    packed: of earlier blocks, or None."""
+    """Inside the block no weight of an MLP may change: each is rearranged for its products once, not once a call. This
+    helps many small batches in a row; results are the same. packed: of earlier blocks; if None, a new one."""
 
     def __init__(self, packed: Packed | None = None) -> None:
         self._own = packed or Packed()
@@ -815,12 +818,12 @@ How: TypeAlias = tuple[tuple[int, ...], list[int], Activation, Sequence[Drop]]
 
 
 def empty_like(own: Tensor) -> Tensor:
-    """As `empty`, of the shape of a float32 tensor on any device."""
+    """Returns an uninitialised tensor like `own`, float32 on any device; a large one on the CPU is made by `empty`."""
     return torch.empty_like(own) if own.numel() < KEPT_FLOATS or not own.is_cpu else empty(*own.shape)
 
 
 class _MLP(torch.autograd.Function):
-    """As `_mlp_forward`. Keeps what the layers hand on."""
+    """As `_mlp_forward`. Keeps the outputs of the hidden layers for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: How, *parameters: Tensor) -> Tensor:

@@ -279,10 +279,8 @@ def _summed(layout: Layout, pending: Pending, num_parts: int) -> list[tuple[Layo
 def distinct_rows(
     values: Tensor, spans: Sequence[tuple[int, int, int]], num_rows: Sequence[int], shares: Shares
 ) -> Distinct | None:
-    """Returns the distinct rows of the ids values[start:stop] of each span (table, start, stop); tables rise.
-
-    None if an id is outside [0, num_rows) of its table.
-    """
+    """Returns the distinct rows of the ids values[start:stop] of each span (table, start, stop); tables rise. None if
+    an id is outside [0, num_rows) of its table."""
     ids, R = values.numpy(), shares.num_ranks
     found, counts = [], np.zeros((len(num_rows), 1 + R), np.int64)
     for t, (prefix, owner) in enumerate(zip(shares.prefix, shares.owner, strict=True)):

@@ -60,8 +60,8 @@ def total(nodes: Mapping[Node, Value | None], node: Node, add: Callable[[Value, 
 
 
 def sums(parts: Iterable[Value | None], lo: int, hi: int, add: Callable[[Value, Value], Value]) -> dict[Node, Value]:
-    """The sums of `aligned(lo, hi)`, absent ones left out; parts: leaves from lo on. Holds one value for each level at
-    a time."""
+    """Returns the sum of each of `aligned(lo, hi)`, absent ones left out. parts: of the leaves lo, lo + 1, ... Besides
+    the sums that it returns, it holds at most one value for each level of the tree at a time."""
     leaves, found = iter(parts), {}
     for first, size in aligned(lo, hi):
         if (value := _summed(leaves, size, add)) is not None:

@@ -309,8 +309,8 @@ def read_vector(dense, pooled, b, v, d, num_features, dim, mask):
 
 @triton.jit(do_not_specialize=["num_features", "dim"])
 def interact(out, dense, pooled, num_features, dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes sample program_id(0)'s dense vector, and products of BLOCK vectors i with every j < i, terms in column
-    order from 0."""
+    """Writes the dense vector of sample program_id(0), and the products of BLOCK vectors i with every j < i. A product
+    is the sum of its terms in the order of the columns, from 0."""
     b = tl.program_id(0).to(tl.int64)
     out += b * (dim + (num_features + 1) * num_features // 2)
     last = tl.minimum(tl.program_id(1) * BLOCK + BLOCK - 1, num_features)
@@ -336,9 +336,7 @@ def interact_backward(
     grad_dense, grad_pooled, grad, dense, pooled, num_features, dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Gradients of BLOCK vectors i of sample program_id(0), columns d: for j != i in order, the pair's times T[j, d].
-
-    The dense vector then adds the gradient of its own columns.
-    """
+    The dense vector then adds the gradient of its own columns."""
     b = tl.program_id(0).to(tl.int64)
     grad += b * (dim + (num_features + 1) * num_features // 2)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]

@@ -164,8 +164,8 @@ def move(
     into_buffer: bool,
     upload: Callable[[Tensor], Tensor],
 ) -> None:
-    """`pack` or `unpack` on the device, in one launch of at least one block. rows: in host memory. upload: copies int64
-    from there."""
+    """Does `pack` or `unpack` for arrays and a buffer on the device, in one launch. There must be a block. rows: in
+    host memory. upload: copies int64 numbers from host memory to the device."""
     firsts, first = [], 0
     for own in rows:
         firsts.append(first)
@@ -233,8 +233,8 @@ class Mover:
         return self.num_settled + len(self._leaving)
 
     def bring(self, rows: Sequence[Tensor], slots: Sequence[Tensor], *, after: Moment) -> Moment:
-        """Brings row rows[t][i] to slot slots[t][i]; returns the moment when all are there. After `send_back` of a row,
-        `settle` first."""
+        """Brings row rows[t][i] of each table t into slot slots[t][i]; returns the moment when all are there. If a row
+        was sent back, `settle` must have been called since."""
         blocks, num_bytes = lay_out(self._host, [own.numel() for own in rows])
         if not blocks:
             return Moment()
@@ -249,8 +249,8 @@ class Mover:
         return arrived
 
     def send_back(self, target: Target, slots: Sequence[Tensor], *, after: Moment) -> None:
-        """Sends slot slots[t][i], read now, to the i-th row of `target`, one at least; rows are in the host's arrays
-        after `settle`."""
+        """Sends slot slots[t][i] of each table t to the i-th row of `target`. There must be at least one. Slots are
+        read now; the rows are in the host's arrays after `settle`."""
         blocks, num_bytes = lay_out(self._host, [own.numel() for own in slots])
         staged = self._buffers.take(num_bytes)
         with self._streams.copying(after=after):

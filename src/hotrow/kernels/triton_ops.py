@@ -263,8 +263,9 @@ class Kernels:
         pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]],
         rules: Sequence[Rule],
     ) -> None:
-        """As `ops.Kernels.update`, the same bits in every run; gradients on the tables' device, rules of one algorithm.
-        Micro-batches are summed in host memory."""
+        """As `ops.Kernels.update`, with the same bits in every run. Gradients are on the tables' device, and all rules
+        are of one algorithm. If the batches are cut into micro-batches, rows are summed in host memory. Raises
+        ValueError for an id outside its table; then no row has changed."""
         if (num_parts := types.count_parts(sparse for _, sparse, _ in pending)) > 1:
             pending = self._summed(weights, pending, num_parts)
         algorithms = sorted({rule.algorithm for rule in rules})

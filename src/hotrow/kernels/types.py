@@ -112,8 +112,8 @@ class Layout:
 
 
 def widen(weight: Tensor, low: Tensor | None = None) -> Tensor:
-    """Stored weights as exact float32, bfloat16 joined with lower halves `low` (int16); without, as lookups read it:
-    lower bits 0."""
+    """Returns stored weights as exact float32; bfloat16 is joined with its lower halves `low` (int16). Without `low`,
+    bfloat16 is read as lookups read it: the lower 16 bits are 0."""
     if low is None:
         return weight.float()
     return (weight.view(torch.int16).int() << 16 | low.int() & 0xFFFF).view(torch.float32)

@@ -30,10 +30,8 @@ from hotrow.models.spec import Dataset, MLPSpec, Width, histories_of
 
 
 class Attention(nn.Module):
-    """(k [L, D], q [B, D], where each sample's steps begin [B + 1]) -> weighted sums of k [B, D].
-
-    mlp: hidden widths between 4 D and 1.
-    """
+    """(k [L, D], q [B, D], where each sample's steps begin [B + 1]) -> weighted sums of k [B, D]. mlp: hidden widths
+    between 4 D and 1."""
 
     def __init__(self, dim: int, mlp: Sequence[int], *, generator: torch.Generator) -> None:
         super().__init__()

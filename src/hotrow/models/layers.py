@@ -97,9 +97,7 @@ class Dropout(nn.Module):
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
     """Returns y_BO = x_BI W^T + b, W ~ N(0, sqrt(2 / (I + O))) and b ~ N(0, sqrt(1 / O)) as in the reference DLRM.
-
-    `generator` (CPU) is the only source of randomness; weights are drawn before biases.
-    """
+    `generator` (CPU) is the only source of randomness; weights are drawn before biases."""
     # "meta" skips nn.Linear's own draws, which would come from torch's global generator. Its to_empty imports sympy.
     layer = nn.Linear(num_inputs, num_outputs, device="meta")
     layer.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))

@@ -41,7 +41,7 @@ class Calibration:
     """Whether it was fitted to the run in RUN/selection, whose validation rows have trained the weights since."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if `x` and `y` are no points of a line."""
+        """Raises ValueError if `x` and `y` are not the points of a line."""
         if len(self.x) != len(self.y) or len(self.x) == 1 or any(a >= b for a, b in pairwise(self.x)):
             raise ValueError("x must rise, and have as many numbers as y: none, or at least two")
 

@@ -89,7 +89,8 @@ class Objective:
     """The feature whose values make groups of rows, by which the model is judged too; None if there is none."""
 
     def loss(self, outputs_B: Tensor, labels_BL: Tensor, num_samples: int, weight_B: Tensor | None = None) -> Tensor:
-        """The sum of weight (None: 1) times loss over these samples, divided by `num_samples`, 0-dim."""
+        """Returns the sum over these samples of weight times loss, divided by `num_samples`, 0-dim. weight_B: if None,
+        each weighs 1."""
         columns = [outputs_B, labels_BL, *([] if weight_B is None else [weight_B])]
         stretches = zip(*(torch.split(column, self.stretch) for column in columns), strict=True)
         return functools.reduce(torch.add, [self.summed(*each) for each in stretches]) / num_samples
@@ -162,8 +163,8 @@ class Objective:
         return {}
 
     def too_few(self, labels: Iterable[NDArray[np.float32]], split: str) -> dict[str, str]:
-        """Why a split has too few rows to judge by, by the code of the warning. labels: of all its rows, piece by
-        piece."""
+        """Returns why a split has too few rows to judge a model by, by the code under which runs count the warning.
+        labels: of all rows of the split, piece by piece."""
         return {}
 
     def verdict(self, figures: Mapping[str, float | None]) -> str:
@@ -255,8 +256,8 @@ class Metrics:
             raise ValueError("some rows came with weights and some without; pass them for all rows or for none")
 
     def compute(self) -> dict[str, Any]:
-        """The figures, and `undefined`: why some are NaN, or None. Raises ValueError without rows, or if all weights
-        are 0."""
+        """Returns the objective's figures, and `undefined`: why some are NaN, in words, or None if none is. Raises
+        ValueError if no row was added, or if all weights are 0."""
         if not self.num_rows:
             raise ValueError("no rows were added, so there is nothing to compute; is the split empty?")
         outputs, labels, weights = self.rows()

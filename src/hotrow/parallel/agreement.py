@@ -47,8 +47,8 @@ def everyone(comm: Communicator, value: Any) -> list[Any]:
 
 
 def on_every_rank(comm: Communicator, function: Callable[[], T]) -> T:
-    """What `function` returns here. Collective: if it raises ValueError or OSError anywhere, every rank raises
-    ValueError with these ranks and what each met."""
+    """Returns the result of `function` on this rank. Collective: if it raises ValueError or OSError on any rank, every
+    rank raises a ValueError that names these ranks and says what each met."""
     result, met = None, None
     try:
         result = function()
@@ -75,7 +75,8 @@ def on_first_rank(comm: Communicator, function: Callable[[], T]) -> T | None:
 
 
 def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, Any]:
-    """What all ranks must agree on, by name: `checksum` of the dataset, and options of `config` but for PER_RANK."""
+    """The values that must be the same on all ranks, by name: the dataset's `checksum`, options of `config` by their
+    dotted names, and the rest. Paths, threads and memory of a rank are left out (PER_RANK)."""
     found = versions()
     options, per_rank = dict(flat(config.model_dump(mode="json"))), tuple(f"{option}." for option in PER_RANK)
     return {
@@ -101,8 +102,8 @@ _CONFIG_CURE = "start every rank with the same config file and the same --set"
 
 
 def check_same(comm: Communicator, facts: Mapping[str, Any]) -> None:
-    """Raises ValueError on every rank if any of `facts` (JSON-ready, by name) differs: the field, each value with its
-    ranks and hosts, and the cure. Collective."""
+    """Compares `facts` (JSON-ready values by name) of all ranks. Collective. Raises ValueError on every rank if any
+    differs: it names the field, each value with its ranks and hosts, and the cure."""
     found = everyone(comm, {"host": socket.gethostname(), "facts": facts})
     names = dict.fromkeys(name for each in found for name in each["facts"])
     told, cures = [], []

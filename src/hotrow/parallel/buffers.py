@@ -51,7 +51,7 @@ class Buffers:
         self._hold(np.ones(len(dims), np.int64))
 
     def reserve(self, counts: Numbers) -> Numbers:
-        """Returns by table the first of so many slots for a new batch."""
+        """Returns by table the first of `counts` slots for a new batch."""
         if not self.live:
             self.ends[:] = 0
         firsts = self.ends.copy()
@@ -61,7 +61,7 @@ class Buffers:
         return firsts
 
     def _hold(self, needed: Numbers) -> None:
-        """Makes room for so many slots; those that are in use keep their numbers and values."""
+        """Makes room for `needed` slots; those in use keep their numbers and values."""
         for t, (old, count) in enumerate(zip(self.weights, needed.tolist(), strict=True)):
             if count > len(old):
                 size = max(count, 2 * len(old))

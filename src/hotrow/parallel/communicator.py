@@ -86,16 +86,15 @@ class Arriving:
         opened: Callable[[list[Tensor]], tuple[Sequence[InFlight], Callable[[], object]]] | None = None,
     ) -> None:
         """sent: is kept until nothing is in flight any more. opened: waits for the heads of messages, puts memory for
-        these into `received`, and returns what is in flight to it, and what raises if a rank has failed.
-        """
+        these into `received`, and returns what is in flight to it, and what raises if a rank has failed."""
         self._counts, self._received, self._in_flight, self._sent = counts, received, in_flight, sent
         self._opened = opened
         self._check: Callable[[], object] = lambda: None
 
     def wait(self) -> list[Tensor]:
-        """What each rank sent here, by rank, when it is here and this rank's has left. Raises ValueError if a function
-        that makes messages raised one, RuntimeError for other errors and other exchanges; again what it did if called
-        again."""
+        """Returns what each rank sent here, by rank, once all of it is here and what this rank sent has left. A second
+        call returns or raises the same. Raises ValueError if the function that makes messages raised one on any rank,
+        and RuntimeError for any other error there or if a rank is at another exchange."""
         if self._opened is not None or self._in_flight:
             start = self._counts.clock()
             self._counts.wait()
@@ -114,8 +113,8 @@ class Arriving:
 
 @dataclass
 class Communicator:
-    """Exchanges messages between `ranks` over `transport` (None: one rank alone), and counts them. Calls come in the
-    same order on all ranks."""
+    """Exchanges messages between `ranks`, over `transport`, and counts them. Without arguments it serves one process.
+    transport: None only if there is one rank. All calls must come in the same order on all ranks."""
 
     ranks: Ranks = field(default_factory=Ranks)
     transport: Transport | None = None
@@ -132,8 +131,8 @@ class Communicator:
         return self.ranks.size
 
     def with_micro_batches(self, micro_batches: int) -> Communicator:
-        """The communicator of the same ranks, which counts with this one. Raises ValueError if a rank would have no
-        part."""
+        """Returns a communicator of the same ranks for another number of micro-batches; it counts together with this
+        one. Raises ValueError if a rank would have none."""
         return replace(self, ranks=self.ranks.with_micro_batches(micro_batches))
 
     def exchange(self, messages: Messages, *, purpose: str, num_heads: Sequence[int] | None = None) -> list[Tensor]:
@@ -212,7 +211,7 @@ class Communicator:
             ]
 
     def _receive(self, lengths: Sequence[int], tag: int, received: list[Tensor]) -> list[InFlight]:
-        """Puts memory for messages of so many bytes in the place of those in `received`, with their types."""
+        """Puts memory for messages of these sizes in the place of those in `received`, with their types."""
         assert self.transport is not None, "several ranks need a transport"
         come = []
         for rank, length in enumerate(lengths):
@@ -225,8 +224,8 @@ class Communicator:
         return come
 
     def _send_heads(self, numbers: Sequence[int], number: int, purpose: str) -> Callable[[], list[int]]:
-        """Sends each rank a number, the bytes of a message or minus those of an error, in exchange `number`; returns
-        what waits for theirs, by rank."""
+        """Sends each rank a number: the bytes of a message or, as a number below 0, those of an error. Returns a
+        function that waits for the other ranks' numbers and returns them by rank. number: which exchange this is."""
         mark = (number & 0x7FFFFFFF) << 32 | zlib.crc32(purpose.encode())
         told = torch.tensor([[own, mark] for own in numbers]).view(torch.uint8)
         received = [*told]

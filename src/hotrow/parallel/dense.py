@@ -69,8 +69,9 @@ class DenseExchange:
         found: str = "",
         meanwhile: Meanwhile = lambda: lambda: None,
     ) -> Tensor:
-        """The loss of all micro-batches, 0-dim. Collective. nodes: as for `sum_over_ranks`, with gradients of
-        `weights`; not needed any more. found: what is not finite here, in words."""
+        """Returns the loss of all micro-batches, 0-dim. Collective. nodes: as `sum_over_ranks` takes them, with a
+        gradient for each of `weights`; they are not needed afterwards. found: what is not finite on this rank, in
+        words."""
         self.found, sums = found, tree.total(nodes, (0, tree.width(self.ranks.micro_batches)), add_in_place)
         assert sums is not None, "a batch has samples"
         loss, *grads = sums

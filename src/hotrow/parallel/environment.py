@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 
 def size_variable(environ: Mapping[str, str]) -> str | None:
-    """The variable that says that this process is one of several, or None. WORLD_SIZE comes first: inside `srun`
-    scripts set it beside those of MPI."""
+    """Returns the variable that says that this process is one of several; None if none does. WORLD_SIZE comes first:
+    scripts set it inside `srun`, which gives each process the variables of MPI as well."""
     names = ["WORLD_SIZE", *mpi_variables(environ)]
     return next((name for name in names if (environ.get(name) or "1") != "1"), None)
 
@@ -19,8 +19,9 @@ def mpi_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def nested(environ: Mapping[str, str]) -> str | None:
-    """The variable of mpiexec that says "several" inside torchrun, or None. A script of mpiexec may set the same ranks
-    for gloo; srun, which sets MPI's variables always, is left out."""
+    """Returns the variable of mpiexec that says, inside torchrun, that there are several processes; otherwise None. A
+    script that mpiexec starts may set the same ranks in torch's variables, for gloo. srun is left out, because it sets
+    the variables of MPI for programs without MPI as well."""
     if environ.get("WORLD_SIZE", "1") == "1":
         return None
     for name in ("OMPI_COMM_WORLD", *([] if "SLURM_PROCID" in environ else ["PMI"])):

@@ -51,8 +51,8 @@ class Gloo:
 
 
 def communicator(group: Any = None, micro_batches: int | None = None) -> Communicator:
-    """The communicator of a process group; None: torch's default. micro_batches: None means one for each rank;
-    ValueError if there are fewer."""
+    """Returns the communicator of a process group of torch.distributed. group: if None, torch's default group.
+    micro_batches: if None, one for each rank. Raises ValueError if there are fewer micro-batches than ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ranks = Ranks(rank, size, size, transport="gloo")
     ranks = ranks.with_micro_batches(size if micro_batches is None else micro_batches)
@@ -66,8 +66,7 @@ _lanes: MutableMapping[Any, Iterator[int]] = WeakKeyDictionary()
 
 def begin_group() -> None:
     """Makes torch's default process group, with gloo, for the ranks of the environment (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT). Raises ValueError, with the cure, if the ranks cannot meet, or cannot be connected.
-    """
+    MASTER_PORT). Raises ValueError, with the cure, if the ranks cannot meet or cannot be connected."""
     with explaining_no_group():
         store, rank, size = _in_time(
             lambda: next(rendezvous("env://", timeout=timedelta(seconds=MEET_S))),
@@ -88,11 +87,9 @@ def begin_group() -> None:
 
 
 def _in_time(function: Callable[[], T], limit_s: float, late: str) -> T:
-    """Returns what `function` returns. Raises RuntimeError with the text `late` if that takes longer than `limit_s`.
-
-    A thread calls it, because torch (2.13) waits without end for another program that listens at the port and says
-    nothing, and for half an hour for a rank that gloo cannot reach, deaf to signals.
-    """
+    """Returns what `function` returns. Raises RuntimeError with the text `late` if that takes longer than `limit_s`. A
+    thread calls it, because torch (2.13) waits without end for another program that listens at the port and says
+    nothing, and for half an hour for a rank that gloo cannot reach, deaf to signals."""
     made: list[T] = []
     failed: list[Exception] = []
 
@@ -114,8 +111,7 @@ def _in_time(function: Callable[[], T], limit_s: float, late: str) -> T:
 
 def check_addresses(store: Store, rank: int, size: int) -> None:
     """Raises ValueError on all ranks if they are on several hosts, and gloo would give the others an address of one
-    that only itself reaches: many systems let a host's own name mean 127.0.1.1.
-    """
+    that only itself reaches: many systems let a host's own name mean 127.0.1.1."""
     own = {"host": socket.gethostname(), "net": namespace_id("net"), "address": _address(), "interfaces": _named()}
     store.set(f"address/{rank}", json.dumps(own))
     found = [json.loads(store.get(f"address/{each}")) for each in range(size)]
@@ -147,7 +143,7 @@ def _named() -> str:
 
 
 def fresh(store: Store, rank: int, size: int) -> Store:
-    """Returns a part of `store` in which nothing is stored yet, the same on all ranks, which call this together.
+    """Returns a part of `store` in which nothing is stored yet, the same part on all ranks. Collective.
 
     torchrun keeps its store when it starts ranks again, and gloo would call those that have ended, at the addresses
     they left in it (torch 2.13, with every kind of rendezvous). Restarts that torchrun counts name no generation of
@@ -191,8 +187,7 @@ def _value(store: Store, key: str) -> str | None:
 @contextmanager
 def explaining_no_group() -> Iterator[None]:
     """Inside the block a process group is made. Raises ValueError, with the cause and the cure, if that fails because
-    the port is in use or the ranks do not find each other.
-    """
+    the port is in use or the ranks do not find each other."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -212,8 +207,9 @@ def explaining_no_group() -> Iterator[None]:
 
 
 def unnamed_interface(comm: Communicator) -> str | None:
-    """A warning if gloo has to guess an interface, or None. Collective. It guesses, by what the host's own name means,
-    between hosts (or network namespaces) with several if GLOO_SOCKET_IFNAME is not set."""
+    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective. gloo
+    guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has several
+    interfaces: it takes the address that the host's own name resolves to."""
     if not isinstance(comm.transport, Gloo):
         return None
     unset = not os.environ.get("GLOO_SOCKET_IFNAME")

@@ -41,20 +41,20 @@ from hotrow.parallel.hosts import interfaces, namespace_id
 BEAT_S = 0.5
 """Time between two beats."""
 LIMIT_S = 3.5
-"""A rank that was not heard for so long is lost. A pause of the network, or of a process, that is shorter does not end
+"""A rank that was silent for this long is lost. A pause of the network, or of a process, that is shorter does not end
 a run: with TCP's repeats, up to about 2 s. With it, every rank has named the lost one within 5 s."""
 BUSY_S = 30.0
-"""A silent rank on this machine is lost only after so long if it is running, ready to run, or waits for a disk: if a
+"""A silent rank on this machine is lost only after this long if it is running, ready to run, or waits for a disk: if a
 machine has too much to do, a process that is whole may say nothing for longer than LIMIT_S."""
 START_S = 30.0
 """Time in which all ranks must have connected to rank 0."""
 TICK_S = 0.1
-"""The watching thread sleeps so long between two looks."""
+"""The time that the watching thread sleeps between two checks."""
 GRACE_S = 0.3
-"""When another rank has failed, this rank's main thread has so long to come with an error of its own: if all ranks meet
-the same error, each tells it in its own way."""
+"""When another rank has failed, this is the time that this rank's main thread has to raise an error of its own: if all
+ranks meet the same error, each reports it in its own way."""
 LAST_S = 1.0
-"""At most so long a process that ends waits: for `last_words`, and for the others to have read why."""
+"""The longest time that a process that ends waits: for `last_words`, and for the others to have read why."""
 LOST = 3
 """Exit code of every rank after one was lost."""
 MAX_LINE_BYTES = 1 << 16
@@ -333,8 +333,8 @@ def _follows(error: BaseException | None) -> bool:
 
 
 def connect(comm: Communicator) -> list[Peer]:
-    """The connections of rank 0 to all others, of others to rank 0. Collective. Raises ValueError, on those
-    concerned, if one did not connect within START_S."""
+    """Returns, on rank 0, the connections to all other ranks; on the others, the one to rank 0. Collective. Raises
+    ValueError, on the ranks concerned, if one could not connect within START_S."""
     mine = {
         "host": socket.gethostname(),
         "pid": os.getpid(),

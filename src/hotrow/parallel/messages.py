@@ -112,7 +112,7 @@ def widen(words: Tensor, count: int, wire_dtype: WireDtype) -> Tensor:
 def recast(
     message: Tensor, num_numbers: Sequence[int], old: Sequence[torch.dtype], new: Sequence[torch.dtype]
 ) -> Tensor:
-    """Returns a message of bytes that holds so many numbers of each type with numbers of other types."""
+    """Returns a message of bytes with its numbers, `num_numbers` of each type in `old`, converted to those in `new`."""
     if list(old) == list(new):
         return message
     pieces = torch.split(message, [n * dtype.itemsize for n, dtype in zip(num_numbers, old, strict=True)])

@@ -28,7 +28,7 @@ from hotrow.parallel.ranks import Ranks
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces, because MPI before version 4 counts bytes in 31 bits."""
 SPIN_S = 50e-6
-"""A rank that waits looks for so long without pause: a swap with a rank that is there already takes a tenth of it."""
+"""A waiting rank polls for this long without pause: a swap with a rank that is there already takes a tenth of it."""
 NAP_SHARE, MAX_NAP_S = 0.1, 1e-3
 """Then it sleeps between two looks, a share of the time it has waited so far, at most MAX_NAP_S."""
 
@@ -41,9 +41,7 @@ class Requests:
 
     def wait(self) -> None:
         """See InFlight. It polls and sleeps, because MPI's own wait keeps its core busy, which a late rank may need.
-
-        `sched_yield` would not do in place of sleep: of many processes that want the core, this one then comes last.
-        """
+        `sched_yield` would not do in place of sleep: of many processes that want the core, this one then comes last."""
         began_s = time.monotonic()
         for piece in self.pieces:
             while not piece.Test():
@@ -100,11 +98,9 @@ def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
 
 
 def _on_machine(comm: Communicator) -> Ranks:
-    """Returns the ranks, with this one's place among those of its machine. Collective.
-
-    Warns, on the first rank of a machine, if mpiexec has bound its ranks to so few cores that others stay idle. MPI's
-    own answer (`Split_type`) is not asked for, because it fails on machines that have the same name.
-    """
+    """Returns the ranks, with this one's place among those of its machine. Collective. Warns, on the first rank of a
+    machine, if mpiexec has bound its ranks to so few cores that others stay idle. MPI's own answer (`Split_type`) is
+    not asked for, because it fails on machines that have the same name."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     mine = {"machine": namespace_id("pid"), "cores": sorted(affinity)}
     found = everyone(comm, mine)

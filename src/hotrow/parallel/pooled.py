@@ -90,9 +90,9 @@ class PooledBatch:
 
 
 class Pooled:
-    """The tables whose pooled vectors travel. All calls but `without`, `of` and `taken` are collective, or make
-    messages of those that are. below: the rank's own rows, a table with one feature of its name for each of
-    `tables`."""
+    """The tables of a collection whose pooled vectors travel. All calls except `without`, `of` and `taken` are
+    collective, or make messages of those that are. below: the placement of this rank's own rows; for each of `tables`
+    it has a table with one feature, of the same name."""
 
     def __init__(
         self,
@@ -191,8 +191,8 @@ class Pooled:
     def begin(
         self, served: Served, slots: Callable[[], Mapping[int, Tensor]], sparse: KeyedJaggedTensor, *, training: bool
     ) -> Callable[[], PooledBatch]:
-        """Pools for all ranks and sends the vectors; returns what waits for those of this rank's samples. slots: by
-        table, of the ids below; if it raises, all ranks raise when they wait."""
+        """Pools for all ranks, and sends the vectors. Returns a function that waits for the vectors of this rank's
+        samples. slots: returns by table the slots of the ids below. If it raises, all ranks raise when they wait."""
         starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
 
@@ -278,8 +278,8 @@ class Pooled:
     def gradients(
         self, lookups: ops.Lookups, *, but: frozenset[int]
     ) -> tuple[Arriving | None, Callable[[], ops.Lookups]]:
-        """Sends gradients of pooled vectors to the owners, but for the tables `but`. Returns what comes here, or None,
-        and what returns it as lookups of rows below."""
+        """Sends gradients of pooled vectors to the owners, except for the tables in `but`. Returns the arriving
+        gradients (None if there are none), and a function that returns them as lookups of rows below."""
         waiting = []
         for kernels, sparse, grad in lookups:
             if (batch := self._batches.get(id(sparse.values))) is not None:

@@ -21,7 +21,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     micro_batches: int = 1
-    """V: a global batch is cut into so many parts, fixed for the life of a run; at least `size`."""
+    """V: a global batch is cut into this many parts, fixed for the life of a run; at least `size`."""
     local_rank: int = 0
     """Number of this rank among those on its machine."""
     local_size: int = 1

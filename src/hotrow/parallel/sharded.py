@@ -128,7 +128,7 @@ class Come(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """What ranks send each other for the update of some lookups."""
+    """The messages that ranks send each other to update the rows of some lookups."""
 
     lookups: ops.Lookups
     gradients: Arriving | None
@@ -191,7 +191,7 @@ class Sharded(Placement):
         no rows, and lookups are not collective."""
         self.merge_every = 1
         """If 1, ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies
-        alone; after so many steps all ranks add up what each has changed, which is not exact."""
+        alone; after this many steps all ranks add up what each has changed, which is not exact."""
         self._local_steps = LocalSteps(comm, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), self._stored)
@@ -328,8 +328,8 @@ class Sharded(Placement):
         return same and (asked.served is None or self._pooled.is_of(asked.served, sparse))
 
     def _ask(self, batch: KeyedJaggedTensor, *, training: bool, rows: bool = False) -> Asked:
-        """Exchanges requests: each rank tells what it needs of the others' rows. rows: of all tables, else of those
-        without pooled vectors."""
+        """Sends each rank the requests for its rows, and receives the other ranks' requests for rows of this one. rows:
+        request rows of all tables; if False, only of those without pooled vectors."""
         R, T = self.comm.size, len(self.tables)
         pools = bool(self._pooled.tables) and not rows and not self.all_held
         sparse = self._pooled.without(batch) if pools else batch
@@ -460,8 +460,8 @@ class Sharded(Placement):
         return slots
 
     def _starts(self, strides: Sequence[int], parts: Sequence[int] | None) -> Sequence[int]:
-        """Where the rank's micro-batches begin among its samples, and the last one's end. parts: what the batch says;
-        it counts if all rows are held, when ranks do not tell their `strides`."""
+        """Returns where the rank's micro-batches begin among its samples, and where the last one ends. parts: what the
+        batch says of it. That counts if all rows are held, because ranks do not exchange `strides` then."""
         if self.all_held:
             assert parts is not None, "a hot batch comes cut into micro-batches"
             return parts

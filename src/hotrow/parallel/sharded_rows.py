@@ -81,8 +81,8 @@ class ShardedRows(Rows):
 
 
 class ShardedChanges:
-    """`Changes` by rows of whole tables. below: by rows of this rank's shards; None: they lie in DRAM, where every row
-    counts as changed."""
+    """What this rank knows of the rows of shared tables that changed: `Changes` by rows of whole tables. below: the
+    changes by rows of this rank's shards; if None, the rows lie in DRAM, where every row counts as changed."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class Shard:
         return len(self.owners) > 1
 
     def check(self, table: str, num_rows: int, dim: int, num_ranks: int) -> None:
-        """Raises ValueError, naming `table`, if this cannot be its shard on so many ranks."""
+        """Raises ValueError, naming `table`, if this cannot be its shard on this many ranks."""
         if self.kind not in ("row", "table"):
             raise ValueError(f"table {table!r}: kind is {self.kind!r}; choose 'row' or 'table'")
         if not 0 <= self.prefix <= num_rows:
@@ -123,13 +123,13 @@ class Shard:
 
 
 def block_ends(dim: int, count: int) -> list[int]:
-    """Returns where so many blocks of the columns of a table of `dim` end, which are about as wide."""
+    """Returns where `count` blocks of the columns of a table of `dim` end, all about as wide."""
     quads = -(-dim // QUAD)
     return [min(dim, QUAD * (quads * (k + 1) // count)) for k in range(count)]
 
 
 def most_owners(dim: int, num_ranks: int) -> int:
-    """Returns how many of so many ranks can share the columns of a table of `dim`."""
+    """Returns how many of `num_ranks` ranks can share the columns of a table of `dim`."""
     return min(num_ranks, -(-dim // QUAD))
 
 

@@ -20,8 +20,8 @@ AnyMemory: TypeAlias = Memory | DeviceMemory | PlacementFactory | str | None
 
 
 def place(tables: Sequence[TableConfig], memory: AnyMemory, *, seed: int) -> Placement:
-    """The placement of `tables` that `memory` says. Raises ValueError for other kinds, and for tables larger than the
-    memory there is."""
+    """Makes the placement of `tables` that `memory` asks for, the argument of `EmbeddingCollection(memory=...)`. Raises
+    ValueError for anything else, and if the tables are larger than the memory there is."""
     if isinstance(memory, DeviceMemory):
         return Device(memory, _backing(tables, memory.below, seed=seed))
     if isinstance(memory, Memory) or memory is None or memory == "dram":

@@ -89,8 +89,8 @@ class Rows(Protocol):
 
 
 class Placement(Protocol):
-    """Keeps a collection's rows; override what differs from DRAM, or from the placement below. Several threads may look
-    up at once, but none during `update` and `close`."""
+    """Keeps the rows of the tables of one collection. Override what differs from DRAM, or from the placement below.
+    Several threads may look up at once, but no other thread may use the placement during `update` and `close`."""
 
     tables: tuple[TableConfig, ...]
     weights: dict[str, Tensor]
@@ -186,8 +186,9 @@ class Placement(Protocol):
         """Returns the weights of a table, or one of its attached states, by row; they may be read and changed."""
 
     def begin_with(self, table: str, links: Sequence[SavedLink]) -> bool:
-        """Makes a table's rows what `links` say, the last first, each read from its file until it changes; files may
-        lose their names, not their bytes. Returns False, with nothing changed, if it does not do so here."""
+        """Makes the rows of a table what `links` say, the last of them first. Each is read from its file until it
+        changes, so the files may lose their names meanwhile, but must keep their bytes. Returns False, with nothing
+        changed, if the placement cannot do this for the table as it is now."""
         return False
 
     def flush(self) -> None:

@@ -153,7 +153,7 @@ class Memory:
         ]
 
     def budget_bytes(self, tables: Sequence[TableDemand]) -> int:
-        """Bytes for slots, without the map of the middle tier. Raises ValueError if none are left."""
+        """Returns the bytes for slots that the map of the middle tier leaves. Raises ValueError if it leaves none."""
         if self.file_bytes is None:
             return self.slots_bytes
         places = parse_bytes(self.file_bytes) // min(table.record_bytes for table in tables)
@@ -277,8 +277,8 @@ def _smallest_first(costs: Sequence[float], budget_bytes: int) -> tuple[list[int
 def _level(
     most: Sequence[int], slot_bytes: Sequence[int], order: Sequence[int], left: float, *, unit: int = 1
 ) -> dict[int, int]:
-    """Equal numbers of slots for the tables of `order`, multiples of `unit`, at most most[t]; what one does not need is
-    for those after it."""
+    """Returns equal numbers of slots for the tables of `order`, multiples of `unit`, but at most most[t] for table t.
+    Tables are served in this order; the slots that one does not need go to those after it."""
     shares = {}
     for k, t in enumerate(order):
         level = int(left // sum(slot_bytes[u] for u in order[k:])) // unit * unit

@@ -306,8 +306,8 @@ def _move(feature: str, own: CopiedRows, beyond: Tensor, ids: Tensor) -> None:
 
 
 class OnDevice:
-    """A device's memory with the kernels of triton_ops.py, for copies; of the CPU only under Triton's interpreter.
-    Raises ImportError without Triton."""
+    """A device's memory with the kernels of triton_ops.py, for copies. The device may be the CPU only if Triton's
+    interpreter runs. Raises ImportError if Triton is not installed."""
 
     def __init__(self, below: Placement, device: torch.device) -> None:
         triton = triton_ops("copies of hot rows on a device")
@@ -319,7 +319,7 @@ class OnDevice:
         self.kernels = ops.KernelSet(Layout.of(below.tables), triton.Kernels)
 
     def room(self, num_rows: int, like: Tensor) -> Tensor:
-        """Returns memory for so many rows of an array. Raises torch's OutOfMemoryError if there is none."""
+        """Returns memory for `num_rows` rows of an array. Raises torch's OutOfMemoryError if there is none."""
         return torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=self.device)
 
     def over(self, values: Tensor) -> Tensor:

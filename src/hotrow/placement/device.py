@@ -126,8 +126,8 @@ class Backing(Placement, Protocol):
 
 
 class Device(Placement):
-    """Slots of one collection on a device, before the placement `below`. Raises ImportError without Triton, ValueError
-    without the native module."""
+    """The slots of one collection on a device, in front of the placement `below`. Raises ImportError if Triton is not
+    installed, ValueError if there is no native module."""
 
     looks_ahead = True
     stall_s = 0.0
@@ -160,7 +160,7 @@ class Device(Placement):
         self._lost: str | None = None
         """Why rows may be lost, and the cure."""
         self._untold: BaseException | None = None
-        """What lost them, until it was raised outside the worker."""
+        """The error that lost rows, until it is raised outside the worker."""
         self._lock = threading.RLock()
         """Held while anything but a release is asked for, and never by the worker."""
         self._worker = Worker("hotrow-slots")
@@ -231,8 +231,9 @@ class Device(Placement):
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Asks for the rows of a later training batch, and keeps them until it was trained; without slots at its turn
-        they come to host memory. An id out of range is left to the lookup. Raises StoreError if rows are lost."""
+        """Asks for the rows of a training batch that comes later, and keeps them until it has been trained. If there
+        are not enough slots when its turn comes, the rows are brought to host memory only. A batch with an id out of
+        range is left to its lookup, which raises the error. Raises StoreError if rows are lost here or below."""
         with self._lock:
             if sparse not in self.announced:
                 self._raise_failure()
@@ -257,8 +258,9 @@ class Device(Placement):
             self.announced.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[DeviceFlight, KeyedJaggedTensor]:
-        """The flight of a batch, and the batch with ids of its own. Raises ValueError for an id out of range and for
-        too few slots until its step, StoreError if any store has failed, which was to keep other rows."""
+        """Returns the flight of this batch, and the batch with ids of its own; later work on the device finds its rows.
+        Raises ValueError for an id out of range, and if the batch and those before their step need more slots than
+        there are. Raises StoreError if any store has failed, even one that was to keep other rows."""
         with self._lock:
             spans, started = self._spans(sparse), time.perf_counter()
             before = self.announced.get(sparse)  # rows without room stay in host memory until they have slots
@@ -401,7 +403,7 @@ class Device(Placement):
             self._landings.popleft()
 
     def _bring(self, found: RowSlots) -> Moment:
-        """Returns when all that was ever brought has come: a batch may name rows that another batch asked for."""
+        """Returns the moment when all rows asked for are there: a batch may name rows that another one asked for."""
         for places, slots in self._pieces(found):
             self._arrived = self._mover.bring(places, slots, after=self._released)
         return self._arrived
@@ -440,8 +442,8 @@ class Device(Placement):
         return self.below.rows(table, state)
 
     def flush(self) -> None:
-        """Copies changed rows back, so that rows below are current and may change; slots are read again before their
-        next use. Raises StoreError if rows are lost."""
+        """Copies changed rows back, so that every row below is current and may be changed there. The slots are read
+        again before their next use. Raises StoreError if rows are lost."""
         with self._lock:
             self._raise_failure()
             if self.arrays is not None and not self._stale:

@@ -51,8 +51,8 @@ class RowsInMemory(Rows):
 
 
 class Dram(Placement):
-    """Every row in memory. weights: tables by name, float32 [N, D]; None: new ones with initial rows. Raises ValueError
-    for new tables larger than memory."""
+    """Every row of every table in memory. weights: tables that exist already, by name, float32 [N, D]; if None, new
+    ones, with their initial rows. Raises ValueError if new tables are larger than the memory there is."""
 
     def __init__(
         self, tables: Sequence[TableConfig], *, seed: int = 0, weights: Mapping[str, Tensor] | None = None

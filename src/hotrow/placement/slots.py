@@ -79,8 +79,8 @@ class Announced(Generic[L]):
         return self._leases.get(id(sparse.values), (None, None))[1]
 
     def take(self, sparse: KeyedJaggedTensor, *, unchanged: Callable[[L], bool | None], training: bool) -> L | None:
-        """The lease of a batch that has come; None if that was not announced, has changed since, or if `unchanged` says
-        so of a lease without places."""
+        """Returns the lease of a batch that has come; None if it was not announced, or is not what was announced.
+        unchanged: whether it is what was announced; None for a lease without places, which counts as not announced."""
         _, lease = self._leases.pop(id(sparse.values), (None, None))
         same = None if lease is None else unchanged(lease)
         if training:
@@ -156,7 +156,7 @@ class RowSlots(NamedTuple):
 
 
 def directory_of(num_rows: Sequence[int], slots: Sequence[TableSlots]) -> Any:
-    """Which rows of the tables lie in which slots (slot_directory.h). Raises ValueError without the native module, and
-    for more slots than rows."""
+    """Makes the directory that decides which rows of the tables lie in which of their slots (slot_directory.h). Raises
+    ValueError if there is no native module, and if there are more slots than rows."""
     native = ops.native_module("tables on a device need")
     return native.make_slot_directory([(n, *own) for n, own in zip(num_rows, slots, strict=True)])

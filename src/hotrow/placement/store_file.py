@@ -74,8 +74,9 @@ def page_records(record_bytes: int, sector: int = SECTORS[0]) -> int | None:
 
 
 def make_file(path: Path, rows: TableRows, kind: Kind) -> tuple[Kind, int | None]:
-    """Makes or lengthens the file of `rows` (mode 0600). Returns its kind, "block" if records cannot be gathered in
-    such sectors, and the sector of the layout, None without padding. Raises OSError."""
+    """Makes the file of `rows` (mode 0600), or makes it long enough if it is there. Returns its kind, and the sector
+    that records are laid out by, or None if they have no padding. The kind is "block" if records cannot be gathered in
+    sectors of this size. Raises OSError from the file system."""
     with descriptor_of(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as descriptor:
         sector = _sector(path) if kind in BLOCKS else None
         if kind == "gathered" and page_records(rows.record_bytes, sector or SECTORS[0]) is None:
@@ -162,8 +163,9 @@ def takes_no_files(folder: Path) -> str | None:
 
 
 class OwnFolder:
-    """A new, locked folder in `parent`; folders of dead owners beside it go first, as a killed process cannot remove
-    its own. Raises FolderError, naming `parent`, if it cannot be written."""
+    """A new folder in `parent`, locked while it is in use. Folders beside it whose owner is dead are removed first,
+    because a killed process cannot remove its own. Raises FolderError, which names `parent`, if it cannot be
+    written."""
 
     def __init__(self, parent: Path) -> None:
         try:

@@ -74,8 +74,8 @@ class Engines:
         return float(sum(engine.blocked_ns() for engine, _ in self._started.values() if engine is not None)) / 1e9
 
     def open(self, path: Path, sector: int) -> tuple[Any, int, str | None]:
-        """(engine, descriptor, None), or the threads, their descriptor, and why not io_uring. Raises StoreError if no
-        thread can be started; warns if fewer than num_threads can."""
+        """Returns (engine, descriptor, None), or the threads, a descriptor for them, and why io_uring is not used.
+        Raises StoreError if not one thread can be started; warns if fewer than num_threads can."""
         descriptor, reason = store_file.open_direct(path, sector)
         engine = None
         if descriptor is not None and self.io != "threads":
@@ -123,15 +123,16 @@ class Store:
         return store_file.padded_record_bytes(self.rows, self.sector, self.kind)
 
     def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """Reads row rows[i] to slot slots[i] of `arrays`, one [num_slots, ...] for each part of a record, contiguous,
-        on the CPU; a waiting row as it waits. Raises ValueError for what is out of range, StoreError if the
-        store fails or has failed."""
+        """Reads row rows[i] into slot slots[i] of `arrays`; a row that waits to be written is read from memory. arrays:
+        one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient. Raises
+        ValueError for rows and slots out of range, StoreError if a row cannot be read or the store has failed."""
         if not self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays))).wait():
             self.raise_failure()
 
     def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """Writes slot slots[i] of `arrays` as row rows[i], of one given twice the last: copied now, on the medium after
-        `flush`. Waits while Engines.most_waiting_bytes wait. Raises as `read`."""
+        """Writes slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`. Waits only while
+        waiting rows fill Engines.most_waiting_bytes. If a row is given twice, the last one counts. Raises ValueError as
+        `read` does, and StoreError if the store has failed."""
         self._open().write(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         self.raise_failure(only_if_failed=True)
 
@@ -154,8 +155,8 @@ class Store:
             raise StoreError(what or f"table {self.rows.table!r}: the store failed without saying why")
 
     def close(self) -> None:
-        """Writes what waits, then closes; StoreError if something was not written. A forked child writes nothing: the
-        store is the parent's."""
+        """Writes what waits, then closes the file. Raises StoreError if something was not written. In a forked child it
+        writes nothing: the store belongs to the parent."""
         if self.native is None:
             return
         what = None if self._process != os.getpid() or self.native.flush() else self.failure()
@@ -164,7 +165,8 @@ class Store:
             raise StoreError(what)
 
     def discard(self) -> None:
-        """Closes without writing, because the files are removed next. `native` raises StoreError from then on."""
+        """Closes without writing what waits, because the files are removed next. Whoever still holds `native` gets a
+        StoreError from every later call."""
         if self.native is None:
             return
         if self._process == os.getpid():

@@ -107,8 +107,8 @@ class Flight:
 
 
 class Tiers(Placement):
-    """A collection's rows in DRAM and in files of one folder, or two in a row. `weights`, `low` and states have
-    addresses for every row; only slots in use take memory."""
+    """The tables of one collection: some rows in DRAM, the others in files of one folder, or of two in a row.
+    `weights`, `low` and states are address space for every row; only slots in use take memory."""
 
     looks_ahead = True
     stall_s = 0.0
@@ -295,8 +295,8 @@ class Tiers(Placement):
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Brings the rows of a later training batch, and keeps them until it was trained. An id out of range is left to
-        the lookup, which raises."""
+        """Brings the rows of a training batch that comes later, and keeps them until it has been trained. A batch with
+        an id out of range is left to its lookup, which raises the error."""
         if sparse not in self.announced and (flight := self._admit(sparse, keep=True)) is not None:
             self.announced.add(sparse, flight)
 
@@ -304,8 +304,9 @@ class Tiers(Placement):
         self.announced.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Flight, KeyedJaggedTensor]:
-        """The flight of a batch whose rows are there, and the batch with slots for ids; scoring reads absent rows into
-        temporary slots, so the cache stays. Raises StoreError if any store has failed."""
+        """Returns the flight of this batch, whose rows are there, and the batch with slots for ids. If it is not a
+        training batch, rows that are not cached are read into temporary slots and the cache stays as it is. Raises
+        StoreError if any store has failed, even one that was to keep other rows."""
         self._laid_out()
         flight = self.announced.take(
             sparse, unchanged=lambda own: own.is_of(sparse.values, spans_of(self.layout, sparse)), training=training
@@ -350,8 +351,9 @@ class Tiers(Placement):
         return next(t for t, each in enumerate(self.tables) if each.name == table)
 
     def bring(self, rows: Mapping[int, np.ndarray[Any, Any]], *, keep: bool) -> Flight:
-        """Starts to bring rows by table number to slots, which the flight has end to end: `keep` into the cache, else
-        beside it. Raises StoreError if a store failed."""
+        """Starts to bring rows, by table number, to slots; the flight's `slots` has those of all tables end to end.
+        keep: into the cache, as in training; if False, into temporary slots. Raises StoreError if a store has
+        failed."""
         self._laid_out()
         self.raise_failure(only_if_failed=True)
         flight = self._fly(*_end_to_end(rows), keep=keep)

@@ -29,8 +29,9 @@ class Worker:
         return os.getpid() != self._process
 
     def ask(self, work: Callable[[], T]) -> Future[T]:
-        """Returns a future at once; after `end` the caller works itself. Takes no lock once the thread runs, so
-        finalizers may call it. Raises StoreError in a forked child."""
+        """Returns at once a future, which will have the result or the error. After `end` the caller does the work
+        itself. It waits for no lock once the thread has started, so that finalizers may call it. Raises StoreError in a
+        forked child, which has no such thread."""
         if self.forked:
             raise StoreError(
                 "the tables on a device belong to the process that this one was forked from: use them there, or start "

@@ -94,9 +94,7 @@ def try_alternatives(
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Found, list[Alternative]]:
     """Tries `config` and each of `changes`; returns what was found of `config`, and the result of each, `config` first.
-
-    tell: is called with what is tried next. Raises ValueError if `config` itself is refused.
-    """
+    tell: is called with what is tried next. Raises ValueError if `config` itself is refused."""
     asked = [[], *map(list, changes)]
     for overrides in asked:
         load_config(config, overrides)  # a name that is wrong is not worth a round

@@ -26,7 +26,7 @@ from hotrow.placement.store_file import DIRECT, HEAD_BYTES, SUFFIX, OwnFolder, T
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
 
 ROUNDS, ROUND_S = 5, 0.1
-"""A figure is the median of so many rounds of about so many seconds."""
+"""A figure is the median of this many rounds, each of about this many seconds."""
 MEMORY_BYTES = 512 << 20
 """Memory that rows are read from, if that much is free: many times the caches."""
 FILE_BYTES = 256 << 20
@@ -63,8 +63,9 @@ def measure_memory() -> dict[str, float]:
 
 
 def measure_disk(folder: Path) -> dict[str, Any]:
-    """Measures the disk of `folder` by a file of FILE_BYTES; one that a killed process left goes with the next. Raises
-    ValueError, with the cure, if it cannot."""
+    """Measures the disk of `folder` by a file of FILE_BYTES, which is always removed. If a killed process left its
+    file, the next one that measures or trains there removes it. Raises ValueError, with the cure, if the disk cannot be
+    measured."""
     facts = _checked(folder)
     own = OwnFolder(folder)
     try:

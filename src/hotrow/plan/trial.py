@@ -104,9 +104,10 @@ class Trial:
 def trial(
     setup: Setup, *, steps: int = STEPS, comm: Communicator | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> Trial:
-    """Builds `setup`, takes a warm-up and about `steps` steps, and removes all it made, rows on disk beside the run's
-    included. comm: of all ranks, None for one process. tell: hears what begins. A stop signal acts after the step.
-    Raises ValueError as a run would."""
+    """Tries `setup`: builds it, takes a warm-up and about `steps` real steps, and removes all that it made. Rows on
+    disk lie where the run's would, in a folder of the trial's own. comm: the ranks of `setup`, which all call this; if
+    None, this process alone. tell: is called with what begins. A signal that asks to stop acts after the step, when all
+    is removed. Raises ValueError as a run of the setup does."""
     comm, interrupt, runs = comm or Communicator(setup.ranks), Interrupt(quiet=True), setup.folder
     full = explain_full_disk(runs, "trying steps", "Nothing is kept of it.", "try again, or choose another disk")
     team, quiet = threads(setup.config.train.threads, ranks=setup.ranks), ProgressLine(quiet=True)

@@ -39,7 +39,7 @@ TIERS_COPIES = 3
 """Copies of the rows of a batch, if rows lie in tiers: those on their way from and to the disk, for
 the batches that are looked up ahead. 1.3 to 2.5 were measured."""
 _METRIC_BYTES, _METRIC_PIECE = 17, (1 << 20, 48)
-"""Metrics keep and sort so many bytes for each scored row, and turn so many rows at a time into float64."""
+"""The bytes that metrics keep and sort for each scored row, and the rows that they turn into float64 at a time."""
 _SAMPLES = (2, 4)
 """Sizes of the batches on which a model shows what it allocates: the difference is for each sample."""
 
@@ -97,8 +97,8 @@ def _window_bytes(config: Config, dataset: PackedDataset, lengths: Mapping[str, 
 def _sample_bytes(
     model: Network, num_dense: int, dims: Mapping[str, int], lengths: Mapping[str, float], *, training: bool
 ) -> int:
-    """Bytes of a sample in a batch: ids, rows, and all that the model allocates, freed or not: the allocator seldom
-    gives it back."""
+    """Returns what a sample of a batch takes: its ids and rows, and all that the model allocates for it. What is freed
+    on the way counts too: the allocator seldom gives it back, and cannot always use it again."""
 
     def allocated(num_samples: int) -> int:
         """Bytes of the rows of a batch, and of what the model allocates for it."""

@@ -23,8 +23,8 @@ def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]
 
 
 def record_bytes(table: TableConfig, optimizer: str | None) -> int:
-    """Bytes of a row with the state of `optimizer`; None: it is only read. Raises ValueError for an unknown
-    optimizer."""
+    """Returns the bytes of a row: its weights, and the state that `optimizer` keeps for it (None: the row is only
+    read). Raises ValueError for an unknown optimizer."""
     if optimizer is not None and optimizer not in NUM_STATES:
         raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(NUM_STATES)}")
     weights = table.embedding_dim * BYTES_PER_WEIGHT[table.dtype]
@@ -54,6 +54,6 @@ def accesses_of(table: TableConfig, dataset: PackedDataset) -> NDArray[Any]:
 
 
 def most_rows(config: Config, table: TableConfig) -> int:
-    """Different rows of the table in a step, at most. A list counts as one id: its length is unknown, and rows without
-    a slot lie beside."""
+    """Returns how many different rows of the table a step may look up. A list of ids counts as one: its length is not
+    known, and rows that find no slot in the cache get temporary slots."""
     return config.train.batch_size * len(table.feature_names)

@@ -34,8 +34,8 @@ class DenseDevice:
 
     @classmethod
     def of(cls, config: Config) -> DenseDevice:
-        """The device and arithmetic of `config`. Raises ValueError, with option and cure, if this machine lacks
-        them."""
+        """Returns the device and arithmetic that `config` asks for. Raises ValueError if this machine does not have
+        them; the error names the option and what to do."""
         dtype, wanted = config.train.dense_dtype, config.device
         if wanted == "auto":
             wanted = "cuda" if config.hbm is not None else "cpu"
@@ -117,8 +117,8 @@ def _check_interpreter(config: Config) -> None:
 
 
 def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
-    """The device of hot copies: the dense layers' GPU, unless tables have slots there; None without. Raises ValueError
-    without kernels."""
+    """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it;
+    None if there is none. Raises ValueError, with the cure, if the kernels for copies are not installed."""
     if not config.hot.takes_turns or config.hbm is not None or dense.device.type != "cuda":
         return None
     if find_spec("triton") is None:

@@ -59,8 +59,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counted:
-    """All that plans take from a table's counts, which may be gigabytes and are read once; ranked, few numbers of rows
-    remain."""
+    """How often the rows of a table are looked up: all that plans take from its counts. Counts may be gigabytes, so
+    they are read once; the numbers of rows here are few, because rows are ranked."""
 
     num_rows: int
     num_steps: float
@@ -248,7 +248,7 @@ def _check(name: str, counts: NDArray[Any]) -> None:
 
 
 def _windows(rates: Array, rows: Array) -> Array:
-    """Returns steps for which rows may stay: from none to so many that every row with accesses has been used."""
+    """Returns steps for which rows may stay: from none to as many as it takes to use every row with accesses."""
     if not rates.any():
         return np.array([0.0, 1.0])
     first = 0.5 / float((rows @ rates).sum())

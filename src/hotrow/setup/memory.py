@@ -1,4 +1,4 @@
-"""Where the tables of a run lie: what this process may use, and what came of it.
+"""Where the tables of a run lie: what this process may use, and what was decided.
 
 `place_tables` turns the config's `memory` into DRAM, tiers or slots on a device before anything is made; placement/
 moves rows, and run/meters.py says what the tiers did. What tables take is counted in demand.py.
@@ -124,15 +124,14 @@ def _directory_bytes(config: Config, tables: Sequence[TableConfig], *, training:
 
 def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> int:
     """Returns the DRAM for tables: what `memory.dram` says, else a share of what there is, or what is left beside
-    `beside_bytes` if that is less.
-    """
+    `beside_bytes` if that is less."""
     given = config.tiers.dram_bytes
     return min(int(AUTO_SHARE * available_bytes), available_bytes - beside_bytes) if given is None else given
 
 
 def shortage(config: Config, tables: Sequence[TableConfig], room: Room, *, beside_bytes: int) -> str | None:
-    """Why memory may run out though the config says what tables take; None if there is enough, or `choose` decides.
-    tables: of this process."""
+    """Returns why memory may run out in training although the config says how much of it tables take. None if there is
+    enough, and if the config leaves the amount to `choose`. tables: those that this process holds."""
     needed, available = required_bytes(config, tables), room.dram_bytes
     given = needed if config.memory == "dram" else dram_budget(config, 0)
     taken = min(needed, given)
@@ -189,8 +188,9 @@ def place_tables(
     training: bool,
     beside_bytes: int = 0,
 ) -> tuple[Memory | DeviceMemory | None, SlotPlanner]:
-    """Where rows lie: by `choose`, behind device slots with `memory.hbm`. tables: the run's, or this process' parts.
-    Raises ValueError as `choose`, and for slots below a step's rows, with the bytes that do."""
+    """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`. tables: the
+    run's, or the parts of them that this process holds. Raises ValueError as `choose` does, and if the slots cannot
+    hold the rows of a step; the error says how many bytes would do."""
     below, planner = choose(
         config, tables, run, room=room, dataset=dataset, training=training, beside_bytes=beside_bytes
     )

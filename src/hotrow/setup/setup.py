@@ -1,4 +1,4 @@
-"""What is decided before the first step of a run, once: tables, devices, ranks, hot rows, and where rows lie.
+"""The decisions made once, before the first step of a run: tables, devices, ranks, hot rows, and where rows lie.
 
 `Setup` holds the decisions, and its errors say what the machine does not have. `train` builds a run from it, and
 `hotrow plan` tries some steps of the same value.
@@ -224,8 +224,8 @@ def _shards(
 
 
 def _check_merging(config: Config, shards: Mapping[str, Shard], num_beyond: int) -> None:
-    """Raises ValueError, with the cure, if ranks cannot merge several steps. num_beyond: hot rows that not every rank
-    holds."""
+    """Raises ValueError, with the cure, if ranks cannot merge what each of them changed in several steps. num_beyond:
+    number of hot rows that not every rank holds."""
     if config.hot.merge_every == 1:
         return
     text, optimizer = f"hot.merge_every is {config.hot.merge_every}", config.optimizer.sparse.name

@@ -29,7 +29,7 @@ from hotrow.setup.wire import Accesses, Wire
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01
-"""Small tables are replicated as long as this adds at most so much to bytes on the wire and of all tables."""
+"""Small tables are replicated as long as this adds at most this much to bytes on the wire and of all tables."""
 MAX_POOLED = 0.8
 """Pooled vectors are chosen if they take at most this share of the bytes of rows, which spread every table's work."""
 MAX_UNEVEN = 1.2
@@ -62,8 +62,8 @@ def shards_of(
 def shards_by_bytes(
     config: Config, tables: Sequence[TableConfig], wires: Mapping[str, Wire], num_ranks: int, *, counted: bool
 ) -> dict[str, Shard]:
-    """Shards by what each table sends, without hot rows. counted: `wires` rest on access counts, so tables may have
-    owners that pool."""
+    """Returns shards by what each table sends, leaving hot rows out. counted: whether `wires` rest on access counts; if
+    so, they may say which tables have owners that pool."""
     sharding = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
     _check_names("sharding", sharding, tables)
     sizes = {table.name: table.num_embeddings * record_bytes(table, config.optimizer.sparse.name) for table in tables}
@@ -213,7 +213,7 @@ def pooled_owners(
 
 
 def _widths(table: TableConfig, count: int) -> list[float]:
-    """Returns the shares of a table's columns that so many owners have, in their order."""
+    """Returns the shares of a table's columns that `count` owners have, in their order."""
     ends = block_ends(table.embedding_dim, count)
     return [(end - start) / table.embedding_dim for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -295,7 +295,7 @@ def _owners(
 def hot_prefixes(tables: Sequence[TableConfig], dataset: PackedDataset, share: float) -> dict[str, int]:
     """Returns by table how many of its first rows are hot: at most `share` of all rows, those with most accesses.
 
-    Rows are numbered by popularity, so the rows with at least so many accesses are a prefix; row 0, of rare and unseen
+    Rows are numbered by popularity, so the rows with enough accesses are a prefix; row 0, of rare and unseen
     ids, belongs to it if row 1 does. In a later day of a chain they may lie anywhere, and as many first rows are taken:
     most ids that were popular on the first day still are. Raises ValueError if the dataset has no access counts, unless
     `share` is 0.
@@ -318,7 +318,7 @@ def hot_prefixes(tables: Sequence[TableConfig], dataset: PackedDataset, share: f
 
 
 def _with_accesses(dataset: PackedDataset, table: TableConfig, accesses: int) -> int:
-    """Returns how many of a table's first rows have at least so many accesses; in a later day, of which new rows are
+    """Returns how many of a table's first rows have at least that many accesses; in a later day, of which new rows are
     behind older ones, how many of all its rows."""
     counts = dataset.counts(table.name)
     if not dataset.is_ranked:

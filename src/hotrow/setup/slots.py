@@ -22,8 +22,8 @@ def without_pieces(budget: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPlanner:
-    """Divides DRAM among tables; counts are read once for all amounts. memory: folders and options, not `dram`. budget:
-    bytes for tables. training: if False, counts do not matter."""
+    """Divides DRAM among tables; counts are read once for all amounts. memory: folders and options; its `dram` is not
+    used. budget: bytes of DRAM for tables. training: if False, tables are only read, and counts do not matter."""
 
     config: Config
     tables: Sequence[TableConfig]
@@ -59,8 +59,8 @@ class SlotPlanner:
         return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
 
     def divide(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], Sequence[TableSlots]]:
-        """The memory of `budget` bytes with its plan, what tables take, and their slots. Raises ValueError if the
-        smallest caches do not fit."""
+        """Returns a memory of `budget` bytes with its plan, what tables take then, and their slots. Raises ValueError
+        if the smallest possible caches do not fit."""
         memory, demands, left = self._room(budget, writes)
         return replace(memory, plan=self.plan), demands, (self.plan or plan_slots)(demands, left)
 
@@ -108,8 +108,9 @@ class SlotPlanner:
         return high
 
     def check(self, budget: int, *, beside: int) -> Memory:
-        """The memory of `budget` bytes with its plan. beside: bytes of `memory.dram` not for tables. Raises ValueError,
-        with what is missing, if a cache is below a batch."""
+        """Returns the memory of `budget` bytes with its plan. beside: bytes of `memory.dram` that are not in `budget`,
+        because they are not for tables. Raises ValueError, with what is missing, if a table's cache would not hold the
+        rows of a batch."""
         writes = self.writes(budget)
         if reason := self.short(budget, writes):
             least = self.least_bytes(budget, writes)

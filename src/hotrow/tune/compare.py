@@ -32,8 +32,8 @@ MAX_SEEDS = 1000
 
 
 def of_seeds(config: Config, num_seeds: int) -> list[Config]:
-    """The config with `num_seeds` seeds from its own on, folders seed-N below its own. Raises ValueError unless it is 1
-    to MAX_SEEDS."""
+    """Returns a config for each of `num_seeds` seeds, from the config's own on; a run folder that it names gets folders
+    seed-N. Raises ValueError if `num_seeds` is not from 1 to MAX_SEEDS."""
     if not 1 <= num_seeds <= MAX_SEEDS:
         raise ValueError(f"--seeds is {num_seeds}; it must be from 1 to {MAX_SEEDS:,}")
     found = []
@@ -102,8 +102,8 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
 
 
 def _common_rows(infos: Sequence[DatasetInfo]) -> list[NDArray[np.int64]]:
-    """By dataset, the places among its test rows of those that test both. Raises ValueError, which says why, if they
-    are not known."""
+    """Returns, for each dataset, the positions among its test rows of those that are test rows of both. Raises
+    ValueError, which says why, if they are not known."""
     one, other = ([file.checksum for file in info.sources] for info in infos)
     if not all(one) or one != other or not one:
         raise ValueError("their rows are not known to come from the same files")
@@ -115,7 +115,7 @@ def _common_rows(infos: Sequence[DatasetInfo]) -> list[NDArray[np.int64]]:
 
 
 def _test_rows(info: DatasetInfo) -> NDArray[np.int64]:
-    """The numbers that test rows have in the files of a dataset, in their order in the dataset."""
+    """Returns the numbers of a dataset's test rows in its files, in the order of the dataset."""
     made, paths = info.ids, [Path(file.path) for file in info.sources]
     if made.get("rows") is not None or made.get("sample") != 1.0 or "day" in made or info.summary["rows_skipped"]:
         raise ValueError("rows of the files were left out, so numbers of rows are not known")
@@ -169,7 +169,7 @@ def differences(options: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str,
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """By dotted name, as many of its last parts as tell it from the others."""
+    """Returns, by dotted name, the shortest ending that tells it from the others."""
     ends = {name: [name.split(".", k)[-1] for k in range(name.count("."), -1, -1)] for name in names}
     return {name: next((e for e in own if sum(e in o for o in ends.values()) == 1), name) for name, own in ends.items()}
 

@@ -70,8 +70,8 @@ def _cells(row: Mapping[str, Any], names: Mapping[str, None], short: Mapping[str
 
 
 def remove_run(path: Path) -> int:
-    """Removes a run's folder and rows it left elsewhere; returns the folder's bytes. Raises ValueError for no run, or
-    one that trains."""
+    """Removes a run's folder, and rows that a killed process left elsewhere; returns the bytes of the folder. Raises
+    ValueError if `path` is not a run, or if a process trains there."""
     run = RunFolder.open(path)
     with run.claimed():
         num_bytes = folder_bytes(path)

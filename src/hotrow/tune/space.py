@@ -101,8 +101,9 @@ class Axis:
 
 
 def read_space(recipe: Mapping[str, Any], *, origin: str) -> dict[str, Axis]:
-    """The space in section `tune` of a recipe, or its file. Each choice and both ends of ranges are tried. Raises
-    ValueError, with `origin`, field and cure, for unknown fields, those not searched, and refused values."""
+    """Returns the search space in the section `tune` of a recipe, or in the YAML file that it names. Each choice, and
+    both ends of a range, is tried in the recipe. Raises ValueError, which names `origin`, the field and the cure, if
+    there is no such field, if it may not be searched, or if the recipe refuses a value."""
     given = recipe.get(TUNE)
     if isinstance(given, str):
         origin = given
@@ -172,8 +173,8 @@ def load_optuna() -> Any:
 
 
 def next_values(space: Mapping[str, Axis], trials: Sequence[Trial], *, sign: int) -> Values | None:
-    """What to try after `trials`, by these arguments alone; None after MAX_DRAWS draws without a new one. sign: 1 if
-    higher is better, else -1."""
+    """Returns what to try after `trials`; None if MAX_DRAWS draws found nothing new. Only these arguments decide. sign:
+    1 if higher figures are better, else -1."""
     optuna = load_optuna()
     distributions = {name: axis.distribution(optuna) for name, axis in space.items()}
     for draw in range(MAX_DRAWS):

@@ -97,8 +97,8 @@ def tune(
 
 
 class Search:
-    """A search in a folder, locked until `stack` closes. Raises ValueError if it has trials of another recipe, space or
-    dataset, else as `tune`."""
+    """A search in a folder, which no other process may use until `stack` closes. Raises ValueError if the folder has
+    trials of another recipe, space or dataset; for other errors see `tune`."""
 
     def __init__(
         self, recipe: dict[str, Any], folder: Path, *, origin: str, say: Callable[[str], None], stack: ExitStack
@@ -255,8 +255,8 @@ def steps_at(config: Config, share: float, num_rows: int) -> int | None:
 
 
 def _trained(config: Config, steps: int | None, *, hidden: Sequence[str] = ()) -> RunFolder:
-    """The run in the folder of `config`, begun or continued, after `steps`. Raises _Interrupted if a signal stopped
-    it."""
+    """Returns the run in the folder of `config`, begun or continued, when it has taken `steps` steps. Raises
+    _Interrupted if a signal stopped it."""
     path = Path(config.run or "")
     if not is_taken(path / CONFIG):
         remove(path)  # a kill came before its first step

@@ -102,10 +102,12 @@ class Table:
 
     @property
     def vocabulary_file(self) -> str:
+        """Path of the vocabulary, below the dataset's folder."""
         return f"vocab/{file_name(self.name)}"
 
     @property
     def counts_file(self) -> str:
+        """Path of the accesses per row, below the dataset's folder."""
         return f"counts/{file_name(self.name)}"
 
     @property

@@ -136,8 +136,8 @@ def _is_compressed(metadata: bytes) -> bool:
 
 
 class Split:
-    """The rows of a split in blocks, in stored order, read from the mapping without a copy. At most 64 parts stay
-    mapped."""
+    """One split of a packed dataset: its rows in blocks, in stored order. `block(i)` is read from the mapping without a
+    copy. At most 64 parts stay mapped."""
 
     def __init__(self, folder: Path, name: str, info: DatasetInfo) -> None:
         self.name, self.info = name, info
@@ -158,8 +158,9 @@ class Split:
         return len(self.block_rows)
 
     def block(self, index: int) -> Block:
-        """The columns of block `index`, read-only views. The first read checks checksum, structure, labels, dense
-        values and ids; ValueError names file, block and byte range."""
+        """Returns the columns of block `index` as read-only views of the mapping. The first read checks the checksum,
+        the structure, that labels are of their kind and dense values finite, and that ids are below num_embeddings.
+        Raises ValueError, which names file, block and byte range, if a check fails."""
         part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
         part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
         check = not self._verified[index]
@@ -205,8 +206,8 @@ def _to_numpy(column: pa.Array) -> Any:
 
 
 class PackedDataset:
-    """An opened packed dataset (docs/format.md): `info` is the manifest, `split("train")` has rows, `counts(table)`
-    training accesses per row."""
+    """A packed dataset on disk, opened by `PackedDataset.open`; docs/format.md describes the folder. `info` is the
+    manifest, `split("train")` holds rows, `counts(table)` are the training accesses per row."""
 
     def __init__(self, path: Path, info: DatasetInfo) -> None:
         self.path, self.info = path, info
@@ -299,8 +300,8 @@ class PackedDataset:
         return open_counts(self._side_file(used, check="crc32")), open_counts(self._side_file(seen, check="crc32"))
 
     def reborn(self, table: str) -> NDArray[Any]:
-        """Rows of `table` that stand for other ids than in the dataset before, rising, mapped. Raises ValueError,
-        naming the file, for rows out of range."""
+        """Returns the rows of `table` that stand for other ids than in the dataset before, rising, mapped. Raises
+        ValueError, which names the file, if it has rows that the table does not have."""
         own = self._table(table)
         if own.reborn_file not in self.info.files:
             return np.empty(0, np.uint32)
@@ -314,8 +315,8 @@ class PackedDataset:
         return self._side_file(self._table(table).vocabulary_file, check="size")
 
     def vocabulary(self, table: str) -> Vocabulary:
-        """The mapped vocabulary of `table`, checked by size and header. Raises ValueError if there is none, or another
-        than the manifest's."""
+        """Returns the mapped vocabulary of `table`; its size and header are checked here, its content is not. Raises
+        ValueError if there is none, or if it is not the one that the manifest names."""
         path, wanted = self.vocabulary_path(table), self._table(table).vocabulary
         found = Vocabulary.open(path, verify="header")
         if found.id != wanted:
@@ -323,7 +324,8 @@ class PackedDataset:
         return found
 
     def table_configs(self, embedding_dim: int | Mapping[str, int]) -> tuple[TableConfig, ...]:
-        """A config for each table; row 0 (rare and unseen ids) starts at zero. embedding_dim: of all, or by table."""
+        """Returns a config for each table; row 0 (rare and unseen ids) starts at zero. embedding_dim: columns of all
+        tables, or of each by its name."""
         return tuple(
             TableConfig(
                 name=table.name,
@@ -336,8 +338,8 @@ class PackedDataset:
         )
 
     def list_lengths(self, features: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
-        """Yields by block: split, first row, and number of ids of each row by feature. Reads, and so verifies, every
-        block once."""
+        """Yields, for each block, its split, its first row there, and the number of ids of each row by feature. Reads
+        every block once; the first reading verifies it."""
         places = {name: self.info.feature_names.index(name) for name in features}
         for name, split in self.splits.items():
             row = 0

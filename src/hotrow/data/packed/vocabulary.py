@@ -221,8 +221,8 @@ class Entries(NamedTuple):
 def write_vocabulary(
     path: Path, pieces: Iterable[Entries], summary: TableSummary, *, key_kind: KeyKind, hash_cap: int = 0
 ) -> None:
-    """Writes the keys of `pieces`, in the file's order, none empty, whole or not at all. summary: numbers of keys and
-    rows. OSError passes through."""
+    """Writes the keys of all `pieces`, none of them empty, as a vocabulary, whole or not at all. pieces: in the order
+    of the file. summary: how many keys and rows there are. OSError passes through."""
     write = partial(_write_pieces, is_stored=stores_bytes(key_kind, hash_cap))
     with atomic_write(path) as file:
         _write_sections(file, summary, key_kind, hash_cap, partial(write, file, pieces))
@@ -333,8 +333,8 @@ def write_counts(path: Path | str, counts: NDArray[np.uint32 | np.uint64]) -> No
 
 
 def open_counts(path: Path | str) -> NDArray[Any]:
-    """Maps accesses per training row, read-only: [num_embeddings] uint32 or uint64; row 0: rare ids. Raises ValueError
-    if truncated or altered."""
+    """Maps the accesses of each row in training rows, read-only: [num_embeddings] uint32 or uint64; row 0 is for rare
+    ids. Raises ValueError, which names the file, if it is truncated or altered."""
     path = Path(path)
     with open_file(path) as file:
         raw = file.read(COUNTS_HEADER_BYTES)
@@ -361,8 +361,9 @@ class Vocabulary:
 
     @staticmethod
     def open(path: Path | str, *, verify: Literal["full", "header"] = "full") -> Vocabulary:
-        """Maps the vocabulary in `path`. verify: "full" checks every byte (about 1 s per GB), "header" header and size
-        alone. Raises ValueError naming the file and the fault."""
+        """Maps the vocabulary in `path`. verify: "full" reads the file once (about 1 s per GB) and checks every byte;
+        "header" checks the header and the size, for a file that was verified before. Raises ValueError naming the file
+        and what is wrong with it."""
         path = Path(path)
         with open_file(path) as file:
             header = Header.unpack(file.read(HEADER_BYTES), path)
@@ -447,8 +448,8 @@ class Vocabulary:
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
     def entries(self) -> Iterator[tuple[Keys, NDArray[Any]]]:
-        """Yields keys with their rows in the file's order, some READ_BYTES at a time, unmapped. Integers are int64;
-        with a `hash_cap` those below it that ids became."""
+        """Yields every key with its row, in the file's order, about READ_BYTES at a time, without mapping the file.
+        Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became."""
         num_parts = min(1 << (self.num_bytes // READ_BYTES).bit_length(), 2**self.header.directory_bits)
         for part in range(num_parts):
             table = self.load_slice(part, num_parts).table
@@ -460,8 +461,8 @@ class Vocabulary:
                 yield Keys(table.key_bytes, table.key_offsets.view(np.int64)), table.rows
 
     def load_slice(self, part: int, num_parts: int) -> Vocabulary:
-        """Reads the keys whose hash is in part `part` of `num_parts`, a power of two up to 2 ** directory_bits; it
-        knows no others."""
+        """Reads the keys whose hash falls in part `part` of `num_parts` equal parts; it knows no others. num_parts: a
+        power of two, at most 2 ** directory_bits."""
         header = self.header
         num_buckets = 2**header.directory_bits // num_parts
         with open_file(self.path) as file:

@@ -153,7 +153,7 @@ def _to_arrow(column: Ids, kind: pa.DataType) -> pa.Array:
 
 
 class _BlockBuffer:
-    """Gathers the rows of one block by copying what is appended; few rows of thousands of columns take little."""
+    """Gathers the rows of one block by copying them; a few rows of thousands of columns take little memory."""
 
     def __init__(self, info: DatasetInfo, capacity: int) -> None:
         self.num_rows, self.capacity, self._info = 0, capacity, info
