@@ -72,6 +72,10 @@ def test_of_many_columns_those_are_taken_that_tell_something_in_training_rows() 
     assert min(map(len, taken)) >= FEWEST and max(map(len, taken)) < MANY / 2
     assert taken[1] >= {*REAL} and not taken[0] >= {*REAL}
     assert len(told.of("categorical")) <= MOST_IDS
+
+
+@pytest.mark.slow
+def test_up_to_so_many_columns_all_are_taken() -> None:
     assert len(guess_columns(wide(3000, MANY), label="y").of("dense")) == MANY
 
 

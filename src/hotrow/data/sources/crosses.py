@@ -31,7 +31,7 @@ MAX_STEPS = 20_000_000
 """Rows times pairs that are looked at, so that a guess takes seconds: of 100 columns every 15th of 60,000 rows. If so
 many columns leave too few rows, no cross is looked for."""
 FOLDS, PRIOR, RIDGE = 3, 10.0, 10.0
-SLOT_BITS = 18
+SLOT_BITS, FEW_ROWS = 18, 1 << 14
 Floats = NDArray[np.float64]
 Cross = tuple[str, ...]
 
@@ -55,7 +55,9 @@ def find_crosses(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bo
         found = np.zeros(len(label), np.uint64)
         for name in cross:
             found = mix64(found * np.uint64(GOLDEN) + hashes[name])
-        return (found >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
+        slots = (found >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
+        # To number the slots in use takes less time than to add up all of them, if rows are few.
+        return np.unique(slots, return_inverse=True)[1] if len(slots) < FEW_ROWS else slots
 
     def best(crosses: Iterable[Cross], inputs: list[Floats]) -> list[Cross]:
         """Returns the crosses with the largest gains after a logistic model of the inputs [n]."""
@@ -88,7 +90,7 @@ def gains_of(slots: NDArray[np.int64], residual: Floats, curvature: Floats, fold
 
 def _others(slots: NDArray[np.int64], values: Floats, fold: NDArray[np.int64]) -> Floats:
     """Returns for each row the sum of `values` over the rows of other folds in its slot [n]."""
-    size = 1 << SLOT_BITS
+    size = int(slots.max()) + 1
     sums = np.bincount(slots + fold * size, values, FOLDS * size).reshape(FOLDS, size)
     found: Floats = sums.sum(0)[slots] - sums[fold, slots]
     return found
