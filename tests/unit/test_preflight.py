@@ -146,8 +146,8 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "mkdocs": "mkdocs-material", "sklearn": "scikit-learn"}
 DISTRIBUTIONS["fbgemm_gpu"] = "fbgemm-gpu-cpu"
-INSIDE = {"ray", "airflow"}
-"""What an example runs inside of, and whoever starts it has."""
+INSIDE = {"ray", "airflow", "inputs"}
+"""What an example runs inside of, and whoever starts it has; `inputs` is a file of each export."""
 EXTRAS = {"src": ("gpu", "rivals", "serve"), "examples": ("test",), "tests": ("test",), "benchmarks": ("bench", "test")}
 EXTRAS["scripts"] = ("dev",)
 

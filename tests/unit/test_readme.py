@@ -87,7 +87,8 @@ def test_the_site_has_every_page_in_its_navigation_and_needs_no_network(site: Pa
 
 def test_the_python_reference_has_every_public_name_and_what_its_docstring_says(site: Path) -> None:
     names = re.findall(r"^::: hotrow\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(names) == sorted({*hotrow.__all__} - {"__version__"})
+    estimators = {"Classifier", "Regressor"}  # not in __all__, as they need scikit-learn
+    assert sorted(names) == sorted({*hotrow.__all__} - {"__version__"} | estimators)
     html = (site / "docs" / "api.html").read_text()
     for name in names:
         assert f'<h3 id="{name.lower()}' in html
