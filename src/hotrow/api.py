@@ -1,9 +1,9 @@
-"""The calls for notebooks and the command line: `fit`, `load`, and a finished run that scores and evaluates.
+"""The functions for notebooks and the command line: `fit`, `load`, and a `Run` that scores and evaluates.
 
     run = hotrow.fit("clicks/*.parquet", label="click", time="ts")
     run.metrics["auc"], run.predict(frame), hotrow.load("runs/clicks-dlrm-001")
 
-The functions here put preparation, training and scoring together; how those work is in the rooms below.
+The functions here put preparation, training and scoring together; the packages they import do the work.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".c
 
 
 class _Loaded(NamedTuple):
-    """What a run scores with."""
+    """The tables and layers that a run scores with."""
 
     embedding: EmbeddingCollection
     model: Network
@@ -102,7 +102,7 @@ class Run:
         self._told_of_loss = False
         self._doubts: dict[str, str] = {}
         self.seen: Seen | None = None
-        """Counts of what the rows that were scored last held, by column, and what of it stands out."""
+        """Counts of what the rows scored last held, by column, and which of these stand out."""
 
     @property
     def path(self) -> Path:
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The final metrics on the test split (else the validation split) under their names, and `split`; {} before."""
+        """The final metrics on the test split (else the validation split) by name, and `split`; {} if it has none."""
         return self.record.final_metrics
 
     @property
@@ -132,8 +132,8 @@ class Run:
 
     @property
     def importances(self) -> dict[str, tuple[float, float]]:
-        """By column, how much the loss rises if it is shuffled among rows that did not train, and the standard error of
-        that, as the report shows it. If all rows trained, they are of the run that found the steps; {} without one."""
+        """By column, how much the loss rises if the column is shuffled among rows that did not train, and the standard
+        error, as in the report. If all rows trained, the run that found the steps has them; {} without one."""
         gains = mapping_in(scores_of(self.folder.facts()), "gains")
         return {name: (own["increase"], own["error"]) for name, own in gains.items()}
 
@@ -178,11 +178,11 @@ class Run:
 
         since: an earlier export; `out` is then a delta, which `hotrow.apply_delta` takes. step: the step of the
         checkpoint; if None, the checkpoint that this run predicts with. rows: how tables store their rows, "float32" if
-        None. onnx: whether the network is written as ONNX too. A delta has both as `since` does. Returns what
-        export.json, or delta.json, says, and `row_cost`: the metrics of the rows that the run is judged by, with its
-        own rows and with those that are stored. Raises ValueError if there is no such checkpoint, `out` exists already,
-        the disk has too little room, `since` is damaged or of another model, a row cannot be stored so, or the network
-        cannot be written as ONNX.
+        None. onnx: whether the network is written as ONNX too. In a delta, `rows` and `onnx` are those of `since`.
+        Returns the contents of export.json, or delta.json, and `row_cost`: metrics of the rows that the run is judged
+        by, with the table rows of the run and with the exported ones. Raises ValueError if there is no such checkpoint,
+        `out` exists already, the disk has too little room, `since` is damaged or of another model, a row cannot be
+        stored as `rows` says, or the network cannot be written as ONNX.
         """
         checkpoints = list_checkpoints(self.folder.checkpoints)
         if step is not None and step not in checkpoints:
@@ -205,8 +205,8 @@ class Run:
         return write_delta(since, out, write)
 
     def _row_cost(self, checkpoint: Path | None, form: RowFormat) -> dict[str, Any] | None:
-        """Returns the metrics of the rows that the run is judged by, each with the run's own rows and with rows in
-        `form`; None, with a warning, if they cannot be had. checkpoint: if None, the one that the run predicts with."""
+        """Returns the metrics of the rows that the run is judged by, each with the run's table rows and with those in
+        `form`; None, with a warning, if that fails. checkpoint: if None, the one that the run predicts with."""
         try:
             if (split := self.metrics.get("split")) is None:
                 raise ValueError("the run has neither test nor validation rows")
@@ -225,7 +225,7 @@ class Run:
         return {"split": split, "num_rows": own["num_rows"], "metrics": metrics}
 
     def _calibration(self, checkpoint: Path) -> Calibration | None:
-        """Returns what was fitted to the weights of a checkpoint; warns if the run has only that of other weights."""
+        """Returns the calibration of the weights of a checkpoint; warns if the run has only one of other weights."""
         found = self.record.calibration
         if found is None or checkpoint.name == f"step-{found.step}":
             return found
@@ -243,7 +243,7 @@ class Run:
         return self._loaded(self.checkpoint)
 
     def _loaded(self, checkpoint: Path) -> _Loaded:
-        """Returns what a checkpoint scores with."""
+        """Returns the tables and layers that a checkpoint scores with."""
         config, _ = read_model(checkpoint, read_manifest(checkpoint), self._kept)
         setup = Setup.decide(_on_this_machine(config), self._kept, self.path, training=False)
         embedding, model = build_network(setup)
@@ -262,10 +262,10 @@ class Run:
         """Returns the score of each row of `data`, in its order: float32 [num_rows]; of L > 1 labels [num_rows, L].
 
         A score is what `model.objective` makes of the model's output: for clicks the probability of a positive label.
-        data: raw rows with the columns that training had; label and time are not read. Paths, globs, URIs or
-        pipes; an Arrow-capable frame, a polars LazyFrame, a dict of columns or a list of dicts. Every row gets a score:
-        ids that training never saw score through row 0, as rare ids do; a value that is no id or number of its column
-        is missing, as in training. `seen` counts these by column, and a warning names what stands out.
+        data: raw rows with the columns that training had, as paths, globs, URIs or pipes; an Arrow-capable frame, a
+        polars LazyFrame, a dict of columns or a list of dicts. Label and time are not read. Every row gets a score: ids
+        that training never saw use row 0, as rare ids do; a value that is not an id or number of its column counts as
+        missing, as in training. `seen` counts these by column, and a warning names what stands out.
         strict: refuse a value that is not of its column's kind. Raises ValueError if columns are missing, naming file
         and column, and RowError naming a line that cannot be cut into columns.
         """
@@ -302,10 +302,10 @@ class Run:
     def explain(self, data: Any, *, strict: bool = False) -> Explanation:
         """Returns what each raw column adds to the output of each row of `data`, before the link: log odds for clicks.
 
-        That is f(x) - f(x with all inputs that are made of the column at their means over the rows that judged the
-        run), f being the model. For a linear f the sum over columns is f(x) - f(means), whose last is the `base`;
-        otherwise a product of columns counts with each. A history that the model reads in order is left out as an
-        empty one. data, strict, errors: as for `predict`; ValueError too if the run does not know these means.
+        With f as the model, that is f(x) - f(x with all inputs that are made from the column at their means over the
+        rows that judged the run). For a linear f the sum over columns is f(x) - f(means), and f(means) is the `base`;
+        otherwise a product of columns counts for each of them. A history that the model reads in order is replaced by
+        an empty one. data, strict, errors: as for `predict`; also ValueError if the run does not have these means.
         """
         pieces = self._outputs(data, labels="ignored", strict=strict)
         return joined(self._explained(batch) for _, batch, _ in pieces)
@@ -347,7 +347,7 @@ class Run:
             warnings.warn(text, stacklevel=2)
 
     def told(self) -> dict[str, Any]:
-        """Returns what is to be known of the rows that were scored last: `columns`, and `warnings` as in run.json."""
+        """Returns what is known about the rows scored last: `columns`, and `warnings` as in run.json."""
         if self.seen is None:
             return {}
         texts = {**self.seen.warnings(), **self._doubts}
@@ -366,9 +366,9 @@ class Run:
         """Writes `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
         If there are several labels, the columns are called `score_LABEL`. out: an open binary file gets CSV. keep:
-        columns of `data` that are written before the score, unchanged. explain: how many columns that matter most to a
-        row are named in a text behind the scores, `explanation` or `explanation_LABEL`, such as "price -0.31; city
-        +0.22"; see `explain`. strict: as for `predict`. The file appears when it is complete. Raises ValueError if it
+        columns of `data` that are written before the score, unchanged. explain: how many columns, those that matter
+        most to a row, are named in a column after the scores, `explanation` or `explanation_LABEL`, such as "price
+        -0.31; city +0.22". strict: as for `predict`. The file appears when it is complete. Raises ValueError if it
         exists already or has another suffix, or if a column to keep is missing or has the name of a score; OSError
         naming the file if the disk is full.
         """
@@ -414,10 +414,10 @@ class Run:
         return num_rows
 
     def evaluate_rows(self, data: Any, *, strict: bool = False) -> dict[str, Any]:
-        """Returns the metrics of the run's model on raw rows with labels, which are read as they were for training.
+        """Returns the metrics of the run's model on raw rows with labels, which are read as for training.
 
         data, strict: as for `predict`; times are not read. `seen` counts what the rows hold, and warnings name what
-        stands out. Raises ValueError naming the file, row and column that is wrong.
+        stands out. Raises ValueError naming the file, row and column of a wrong value.
         """
         if self._network.model.retrieves:
             raise ValueError(
@@ -438,7 +438,7 @@ class Run:
         return found
 
     def _doubt(self, metrics: Mapping[str, Any], rows: str) -> None:
-        """Warns of metrics that are worse than having no model."""
+        """Warns of metrics that are worse than those of no model."""
         self._doubts = self._network.objective.doubts(metrics, rows)
         for text in self._doubts.values():
             warnings.warn(text, stacklevel=3)
@@ -454,7 +454,7 @@ class Run:
         return found
 
     def judged(self, split: str = "test", *, data: Path | str | None = None) -> Metrics:
-        """Returns the model's outputs for the rows of a split, with labels and weights, and what follows from them.
+        """Returns the model's outputs for the rows of a split, with labels and weights, and the metrics of these.
 
         data and errors: as for `evaluate`.
         """
@@ -596,7 +596,7 @@ def fit(
         (pandas, polars, duckdb, pyarrow), a polars LazyFrame, a dict of columns or a list of dicts. Raw data is packed
         into the run's folder, under data/; if that is interrupted, the same call continues in the same folder.
     {read}
-    What is not said about a column is guessed, and the guess is shown. With a time, the last rows are the test split.
+    Whatever you leave out is guessed, and the guess is shown. With a time, the last rows are the test split.
     schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
     split: "time", "random" or "reference", or a mapping as in a schema, such as
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
@@ -605,13 +605,13 @@ def fit(
         runs/NAME-MODEL-NNN).
     refit: whether raw data that is split by time or at random is trained on twice. The first run, in RUN/selection,
         leaves the validation rows out and finds the last step at which they were scored best, within noise. The second
-        one, in RUN, trains on them too, from the start, and takes more steps in proportion to its rows. If False, or if
+        run, in RUN, starts anew and trains on them too, with more steps in proportion to its rows. If False, or if
         there are no validation rows, there is one run.
-    choice: whether, if nobody gave a schema, a recipe or the number of steps, several such first runs choose by their
-        validation rows which statistics of the label are inputs, and for how many epochs to train (docs/runs.md). If
-        False, all that the guessed schema lists are. Without `refit` nothing is chosen.
-    rivals: whether a logistic regression and LightGBM are then trained on the same rows, to stand beside the model in
-        `record.rivals` and the report (hotrow/rivals.py); pip install 'hotrow[rivals]'.
+    choice: whether several such first runs choose, by their validation rows, which statistics of the label are inputs
+        and for how many epochs to train (docs/runs.md). If False, all statistics in the guessed schema are inputs.
+        Nothing is chosen without `refit`, or if a schema, a recipe or the number of steps is given.
+    rivals: whether to train a logistic regression and LightGBM on the same rows afterwards, to compare them with the
+        model in `record.rivals` and the report (hotrow/rivals.py); needs pip install 'hotrow[rivals]'.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -699,7 +699,7 @@ def fit(
 
 
 def _beside(run: Run, *, rivals: bool, quiet: bool) -> Run:
-    """Records what rivals give on the run's rows, if they are wanted and the run was judged."""
+    """Records the metrics of rivals on the run's rows, if they are wanted and the run was judged."""
     if rivals and run.metrics and run.record.status == "finished":
         data, judged = PackedDataset.open(run._dataset_path()), run.judged(run.metrics["split"])
         run.close()

@@ -1,11 +1,11 @@
-"""scikit-learn's face: `hotrow.Classifier` and `hotrow.Regressor`, estimators over `hotrow.fit`.
+"""Estimators for scikit-learn over `hotrow.fit`: `hotrow.Classifier` and `hotrow.Regressor`.
 
     classifier = hotrow.Classifier(random_state=0).fit(X, y)
     classifier.predict_proba(X)[:, 1], classifier.feature_importances_
 
 X is a pandas, polars or Arrow frame, or an array, whose columns are called x0, x1 and so on. All of its columns are
-inputs: who hands them over has chosen them, so a column that seems to give the label away stays. scikit-learn is
-optional, and imported with this file.
+inputs: the caller has chosen them, so a column that seems to give the label away stays. scikit-learn is optional, and
+imported with this file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FEW_ROWS = 200
 ROWS_TO_CHOOSE = 1000
 """With fewer rows nothing is chosen by validation rows."""
 VALIDATION = 0.1
-"""Share of the rows that the first run leaves out, by which steps are chosen; the second run trains on all rows."""
+"""Share of the rows that the first run leaves out and chooses steps by; the second run trains on all rows."""
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -130,7 +130,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
 
     @property
     def _names(self) -> list[str]:
-        """Names of the columns of X; a frame whose names are no texts is read as an array."""
+        """Names of the columns of X; a frame whose names are not text is read as an array."""
         return [*getattr(self, "feature_names_in_", (f"x{i}" for i in range(self.n_features_in_)))]
 
     def _scores(self, X: Any) -> NDArray[np.float32]:
@@ -141,8 +141,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
 
     @property
     def feature_importances_(self) -> NDArray[np.float64]:
-        """By how much the loss rises if a column is shuffled among rows that did not train, as the report shows it;
-        0 for a column that is no input. [columns]"""
+        """By column, how much the loss rises if it is shuffled among rows that did not train, as in the report; 0 if it
+        is not an input. [columns]"""
         check_is_fitted(self)
         if not (found := self.run_.importances):
             raise AttributeError(f"no importances: below {FEW_ROWS} rows all train, and none is left to judge by")
@@ -159,10 +159,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
 
 
 class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
-    """`hotrow.fit` as scikit-learn's classifier of two classes, which may have any labels.
+    """`hotrow.fit` as scikit-learn's classifier of two classes, whose labels may be any values.
 
-    model, config, choice, refit, run, quiet: as for `hotrow.fit`. Nothing is chosen among fewer than 1,000 rows, and
-    fewer than 200 all train. Without `run`, the run lies in a folder for temporary files, which goes with the
+    model, config, choice, refit, run, quiet: as for `hotrow.fit`. With fewer than 1,000 rows nothing is chosen; with
+    fewer than 200 all of them train. Without `run`, the run is in a temporary folder, which is removed with the
     estimator. options: other arguments of `hotrow.fit`, such as {"epochs": 3, "categorical": ["user"]}. random_state:
     draws validation rows and weights; if None, they are always the same.
 

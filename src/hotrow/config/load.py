@@ -98,7 +98,7 @@ def parse_yaml(text: str, *, origin: str) -> Any:
 
 
 def load_yaml(path: Path | str, *, cure: str, what: str = "") -> Any:
-    """Reads a YAML file. Raises ValueError naming the file and `what` it is; if there is no such file, with `cure`."""
+    """Reads a YAML file. Errors are ValueErrors that name the file, after `what`; if it cannot be read, with `cure`."""
     origin = f"{what} {path}".lstrip()
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

@@ -652,7 +652,7 @@ def as_texts(column: Column) -> pa.Array:
 
 
 def to_weight(column: Column, name: str) -> tuple[NDArray[np.float32], Fault | None]:
-    """The weight of each row. Faults: a weight that is missing, not a finite number, or below 0."""
+    """The weight of each row, and a fault for cells that are missing, not finite numbers, or below 0."""
     column = in_arrow(column)
     check_number(column.type, name)
     found, bad = numbers(column)

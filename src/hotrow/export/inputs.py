@@ -1,13 +1,13 @@
-"""What an exported model takes for raw rows: NumPy, pyarrow and safetensors, without hotrow and without torch.
+"""Turns raw rows into the inputs of an exported model, by NumPy, pyarrow and safetensors, without hotrow or torch.
 
     Inputs("FOLDER").of({"price": [1.5, None], "item": ["i7", None], "seen": [["i1", "i7"], []]})
 
 FOLDER is what `hotrow export` wrote, and this file is its inputs.py. cells.py beside it says what a cell means,
-transforms/ are functions of numbers, and seen.py counts what the rows hold. All are meant to be read and to be taken
-over into other systems. They read export.json, the vocabularies and the counts of statistics, and hold these in memory.
+transforms/ are functions of numbers, and seen.py counts what the rows hold. All are meant to be read, and copied into
+other systems. They read export.json, the vocabularies and the counts of statistics, and hold these in memory.
 
-Any value gets an input: one that is not an id or number of its column is missing. A table without a vocabulary takes
-row numbers, and refuses anything else.
+Any value gets an input: one that is not an id or number of its column counts as missing. A table without a vocabulary
+takes row numbers, and refuses anything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pyarrow.parquet
 from safetensors.numpy import load_file
 
 Rows = dict[str, tuple[Any, Any]]
-"""By feature: row numbers of all samples, one after another, int64, and where each sample's begin, [B + 1]."""
+"""By feature: the row numbers of all samples in sequence, int64, and where those of each sample begin, [B + 1]."""
 
 
 ABOUT_DENSE = ("name", "transform", "missing", "written")
@@ -37,7 +37,7 @@ ABOUT_DENSE = ("name", "transform", "missing", "written")
 
 
 class Inputs:
-    """Makes inputs of raw values for the model in `folder`.
+    """Makes the inputs of the model in `folder` from raw values.
 
     seen: counts of what the latest rows held, by column; see seen.py.
     """
@@ -68,9 +68,9 @@ class Inputs:
     def of(self, columns: Mapping[str, Sequence[Any]]) -> tuple[Any, Rows]:
         """Returns the dense inputs of each row, float32 [B, I], and the row numbers of its ids.
 
-        columns: raw values by name, None for a missing one. Warns of what stands out beside the rows that validated the
-        model: unknown ids, missing values, numbers outside the range of training. Raises ValueError, which names the
-        column and the row, if a column is missing, has another length, or has no row number where one is needed.
+        columns: raw values by name, None for a missing one. Warns of what stands out against the rows that validated
+        the model: unknown ids, missing values, numbers outside the range of training. Raises ValueError, which names
+        column and row, if a column is missing, has another length, or has no row number where one is needed.
         """
         for name in self.columns:
             if name not in columns:
@@ -129,8 +129,8 @@ class Inputs:
         return [None if math.isnan(n) else n for n in found.tolist()], unreadable
 
     def _dense(self, column: dict[str, Any], values: Sequence[Any], unreadable: int) -> Any:
-        """Returns the inputs of a dense column. unreadable: how many values of what it is computed from were not
-        read."""
+        """Returns the inputs of a dense column. unreadable: how many of the values that it is computed from could not
+        be read."""
         numbers, more = self._numbers(column, values)
         # Rounded to float32 before and after the transform, not between.
         options = {name: value for name, value in column.items() if name not in ABOUT_DENSE}
@@ -141,7 +141,7 @@ class Inputs:
         return dense
 
     def _statistics(self, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-        """Returns the label's statistics, in the order of `about["statistics"]`, of their priors, then the count."""
+        """Returns the label's statistics in the order of `about["statistics"]`: for each its priors, then the count."""
         features, found = {feature["name"]: feature for feature in self.about["features"]}, []
         for i, statistic in enumerate(self.about["statistics"]):
             hashes = [self._hashes(features[name], columns[name])[0] for name in statistic["features"]]
@@ -159,24 +159,24 @@ class Inputs:
         return hashes_of(keys), unreadable + more
 
     def _numbers(self, column: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
-        """Returns values as float64 [n], NaN if one is missing or no number, and how many are no numbers."""
+        """Returns values as float64 [n], NaN if one is missing or not a number, and how many are not numbers."""
         numbers, bad = self._cells.numbers(values, self._cells.Written(**column.get("written", {})))
         return numbers, int(bad.sum())
 
     def _keys(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[bytes | int | None], int]:
-        """Returns the ids that values mean, None if one is missing or none, and how many mean none."""
+        """Returns the id of each value, None if it is missing or not an id, and how many are not ids."""
         keys, bad = self._cells.ids(values, feature["keys"])
         return keys.to_pylist(), int(bad.sum())
 
     def _in_buckets(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Sequence[Any], int]:
-        """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
+        """Returns the bucket ids of a feature with buckets, else its values, and how many values could not be read."""
         if feature.get("buckets") is None:
             return values, 0
         numbers, unreadable = self._numbers(feature, values)
         return self._transforms["bucketize"](numbers, boundaries=feature["buckets"]).tolist(), unreadable
 
     def _rows(self, feature: dict[str, Any], values: Sequence[Any], unreadable: int) -> tuple[Any, Any]:
-        """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
+        """Returns the row numbers of a feature, and where those of each sample begin. unreadable: as for `_dense`."""
         values, more = self._in_buckets(feature, values)
         items, splits, no_list = values, np.arange(len(values) + 1), np.zeros(0)
         if feature["kind"] != "one_hot":
@@ -215,8 +215,8 @@ class Counts:
         ]
 
     def of(self, i: int, hashes: Any) -> tuple[Any, ...]:
-        """Returns, for statistic i, rows and positives of each value and of all values: four arrays [n], times the
-        share of rows that training rows saw. hashes: uint64 [n]."""
+        """Returns, for statistic i, the rows and positives of each value and of all values: four arrays [n], multiplied
+        by the share of rows that training rows saw. hashes: uint64 [n]."""
         values = hashes.view(np.int64).tolist()
         own = np.array([self._of_value[i].get(value, [0, 0]) for value in values], np.float64).reshape(-1, 2)
         share = self._shares[i]
@@ -224,7 +224,7 @@ class Counts:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns columns of a file by name: Parquet, JSON (a list of rows, or a row a line), or else CSV with a header,
+    """Returns columns of a file by name: Parquet, JSON (a list of rows, or a row per line), or else CSV with a header,
     whose cells are text. Raises ValueError if the file has none of them."""
     columns: dict[str, list[Any]] = {}
     if path.suffix == ".parquet":
@@ -246,9 +246,9 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def vocabulary_of(path: Path) -> dict[bytes | int, int]:
-    """Returns the row of each id. An id that is text is its bytes; one that is a number is its 64-bit hash, by which a
-    vocabulary names it. The bytes of the file are those of docs/vocabulary.md: sections of a directory, which is for
-    searching the file, hashes, rows, and of text where each begins and all of it."""
+    """Returns the row of each id. The key of a text id is its bytes; that of a number is its 64-bit hash. The file's
+    layout is in docs/vocabulary.md: a directory for searching the file, hashes, rows, and for text ids also where each
+    begins, and all texts."""
     stored = path.read_bytes()
     index_bytes, num_keys = struct.unpack_from("<24xI4xQ", stored)
     starts = [place for place, _ in struct.iter_unpack("<QQ8x", stored[72:192])]

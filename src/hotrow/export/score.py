@@ -72,8 +72,8 @@ class Scorer:
 
     @torch.no_grad()
     def inputs(self, columns: Mapping[str, Sequence[Any]]) -> tuple[Tensor, Any]:
-        """Returns the model's inputs for each row: dense inputs [B, I], and the tables' rows: pooled [B, sum of D], or,
-        for a network that takes every id's row, ([all, D], offsets) by feature. columns: as for `score`."""
+        """Returns the dense inputs of each row [B, I], and its rows of the tables, pooled [B, sum of D]. A network that
+        takes every id's row gets ([all, D], offsets) by feature instead. columns: as for `score`."""
         dense, numbers = self.read.of(columns)
         rows = {name: [torch.from_numpy(each) for each in both] for name, both in numbers.items()}
         bags = {feature["name"]: self.bags[feature["table"]] for feature in self.about["features"]}

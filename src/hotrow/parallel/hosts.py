@@ -26,8 +26,8 @@ _SIOCGIFADDR = 0x8915
 
 
 def namespace_id(kind: Literal["net", "pid"]) -> str:
-    """Returns what two processes share if they reach each other at 127.0.0.1 (net), or see each other by their numbers
-    (pid): a host, and a namespace of it."""
+    """Returns the name of this process's host and namespace. It is the same for two processes if they can reach each
+    other at 127.0.0.1 (net), or see each other's process ids (pid)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path(f'/proc/self/ns/{kind}').readlink()}"

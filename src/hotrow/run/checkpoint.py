@@ -15,7 +15,7 @@ storage (bfloat16 and lower halves) is joined for the file, which is the same as
 pickled. parts.py decides what to save, and when.
 
 If several ranks share the tables, each writes its own rows into files of its own in the one folder. The first rank
-writes the rest, and the manifest when all others are done. Each rank reads what it holds.
+writes the rest, and the manifest when all others are done. Each rank reads its own rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What each raw column adds to the output of a row, beside a row of means; `Run.explain` has the formula.
+"""What each raw column adds to the output of a row, compared with its mean; `Run.explain` has the formula.
 
-If the model is linear and each input is made of one column, f(x) = f(means) + the sum over columns. Otherwise the sum
-differs: a product counts with each of its columns, and so does an input that is made of several.
+If the model f is linear and each input is made from one column, f(x) = f(means) + the sum over columns. Otherwise the
+sum differs: a product counts for each of its columns, and so does an input that is made from several.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Explanation(NamedTuple):
     """By raw column [B]. Histories of a model that reads them in order are one entry."""
 
     def most(self, number: int) -> list[NDArray[Any]]:
-        """By label, the columns that add or take most in each row, [B], such as "price -0.31; city +0.22"."""
+        """By label, the columns that add or subtract most in each row, [B], such as "price -0.31; city +0.22"."""
         names, found = [*self.columns], list[NDArray[Any]]()
         for added_CB in (
             np.stack([*self.columns.values()]).reshape(len(names), len(self.outputs), -1).transpose(2, 0, 1)
@@ -52,8 +52,8 @@ def explained(
     dense_BI: Tensor,
     rows: Any,
 ) -> Explanation:
-    """What columns add to the outputs of rows of the dataset `info`. outputs: f of dense inputs and the tables' rows,
-    which `model` takes as `look_up` returned them."""
+    """What columns add to the outputs of rows of the dataset `info`. outputs: the function f of dense inputs and the
+    tables' rows. rows: as `look_up` returned them for `model`."""
     if means is None:
         raise ValueError(
             "the mean inputs of these weights are not known: a run keeps those of the weights that it chose at its "
@@ -73,7 +73,7 @@ def explained(
 
 
 def _without(rows: Any, means: Means, features: Sequence[str]) -> Any:
-    """The tables' rows, those of `features` as their means; a history as an empty one."""
+    """The tables' rows, with those of `features` replaced by their means, or a history by an empty one."""
     if isinstance(rows, Tensor):
         pieces = zip(means.pooled.items(), torch.split(rows, [*map(len, means.pooled.values())], 1), strict=True)
         return torch.cat(
@@ -89,7 +89,7 @@ def _without(rows: Any, means: Means, features: Sequence[str]) -> Any:
 
 
 def joined(pieces: Iterable[Explanation]) -> Explanation:
-    """The rows of all pieces. Raises ValueError if there are none."""
+    """One explanation of the rows of all pieces. Raises ValueError if there are none."""
     if not (found := [*pieces]):
         raise ValueError("there are no rows to explain; give some")
     columns = {name: np.concatenate([each.columns[name] for each in found]) for name in found[0].columns}

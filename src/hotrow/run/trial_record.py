@@ -47,7 +47,7 @@ def keep_trial(setup: Setup, tried: Tried) -> None:
 
 
 def kept_trial(setup: Setup) -> Tried | None:
-    """The last trial of `setup` on a processor like this; None if there was none, or its file is damaged."""
+    """The last trial of `setup` on a processor like this one; None if there was none, or its file is damaged."""
     try:
         return _TRIED.validate_json(_path(setup).read_bytes())
     except (OSError, ValidationError):

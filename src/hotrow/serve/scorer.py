@@ -1,8 +1,8 @@
-"""A `Scorer` has one version of an export at a time, and scores raw rows with it while the next one is opened.
+"""A `Scorer` scores raw rows with one version of an export, and goes on with it while it opens the next one.
 
     scorer = hotrow.Scorer("chain/model", memory="1GiB")
     scorer.score(user={"user": "u1", "age": 30}, items=[{"item": "i7"}, {"item": "i9"}])
-    scorer.follow()                        # takes the version to which the link leads by now, while others score
+    scorer.follow()                        # takes the version to which the link now leads, while others score
 
 A request sees one version from its first cell to its last score.
 """
@@ -30,28 +30,28 @@ from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import Version
 
 ROWS_OF_PIECE = 1 << 12
-"""Rows that are scored before the clock is looked at again, if there is an end."""
+"""How many rows are scored between two looks at the clock, if there is a time limit."""
 Items = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
 """Rows as dicts, or as a dict of columns."""
 
 
 class Answer(NamedTuple):
-    """What a request gets."""
+    """The answer to a request."""
 
     scores: NDArray[np.float32]
     """[B], or [B, L] of L > 1 labels."""
     version: str
-    """The version that made them."""
+    """The version that made the scores."""
     warning: str = ""
-    """Names a column that the model does not know, and the nearest that it does, if there is one."""
+    """Names a column, if any, that the model does not know, and the nearest one that it knows."""
 
 
 class Scorer:
-    """Scores raw rows with an export that `hotrow export` wrote, and takes its next version while it does.
+    """Scores raw rows with an export that `hotrow export` wrote, and can change to its next version meanwhile.
 
     export: its folder, which is never written to, or a link to it. memory: how much of its tables and vocabularies may
-    be in this process's memory, as bytes or text such as "1GiB": half of it for the first rows of all tables, which
-    stay there, half for what else is looked up in the files. If None, the system decides. Several threads may score at
+    be in this process's memory, as bytes or text such as "1GiB": half for the first rows of all tables, which stay
+    there, and half for all else that is read from the files. If None, the system decides. Several threads may score at
     once; each call computes on its own thread.
 
     Raises ValueError, which names the file and says what to do, if the export is damaged.
@@ -109,11 +109,11 @@ class Scorer:
         """Returns the score of each row, float32 [B]; of L > 1 labels [B, L]. They are those of `Run.predict`.
 
         rows: a list of dicts, a dict of columns, or an Arrow-capable frame. Or user: the cells that all rows share, and
-        items: a list of dicts or a dict of columns, with the others. Columns that the model does not take are not read,
-        and a warning names one that its data did not have either.
-        An id that training never saw uses row 0; a value that is no id or number of its column is missing, and so is a
-        column that is absent; `seen` counts them. strict: refuse these instead. Raises ValueError, which names column
-        and row, for what is refused, and if columns differ in length.
+        items: a list of dicts or a dict of columns, with the other cells. Columns that the model does not use are not
+        read, and a warning names one that its training data did not have either.
+        An id that training never saw uses row 0; a value that is not an id or number of its column counts as missing,
+        and so does an absent column; `seen` counts them. strict: refuse these instead. Raises ValueError, which names
+        column and row, for what is refused, and if columns differ in length.
         """
         scores, _, warning = self.answer(rows, user=user, items=items, strict=strict)
         if warning:
@@ -138,8 +138,8 @@ class Scorer:
     def answer(
         self, rows: Any = None, *, user: Any = None, items: Any = None, strict: bool = False, until: float = math.inf
     ) -> Answer:
-        """Returns the scores as `score` does, with the version that made them. until: when (`time.monotonic`) scoring
-        is given up by a TimeoutError, after a piece of the rows."""
+        """Returns the scores as `score` does, with the version that made them. Raises TimeoutError, between two pieces
+        of the rows, after the time `until` (of `time.monotonic`)."""
         version = self._now
         if (rows is None) == (items is None) or (user is not None and items is None):
             raise ValueError("pass either rows, or items with or without the user that they share")
@@ -170,10 +170,10 @@ class Scorer:
         return Answer(scores[0] if len(scores) == 1 else np.concatenate(scores), version.name, warning)
 
     def follow(self) -> str:
-        """Takes the version that `export`, a link, leads to by now; returns its name.
+        """Changes to the version that the link `export` now leads to; returns its name.
 
-        It is opened while the version before scores on, which goes when nobody scores with it any more. Raises
-        ValueError, and nothing has changed, if it is not an export that can be scored.
+        While it is opened, the version before goes on scoring; that one is closed when no call uses it any more. Raises
+        ValueError, and changes nothing, if the new version cannot be scored.
         """
         with self._changing:
             now = self._now
@@ -195,7 +195,7 @@ def _pieces(rows: Any) -> list[Any]:
 
 
 def _check(rows: Any, user: Mapping[str, Any]) -> None:
-    """Raises ValueError if rows are no dicts, or columns of other lengths, or if the user has one of their columns."""
+    """Raises ValueError if rows are not dicts, or columns differ in length, or the user has one of their columns."""
     is_list, shared, lengths = isinstance(rows, list), user.keys(), dict[str, int]()
     if is_list and {*map(type, rows)} <= {dict} and all(map(shared.isdisjoint, rows)):
         return  # as the loop would find, at a fifth of its cost

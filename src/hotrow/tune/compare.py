@@ -1,8 +1,8 @@
-"""Figures with the error that chance gives them: over seeds of one recipe, and of two runs over their test rows.
+"""Metrics with their standard errors: over seeds of one recipe, and between two runs over their test rows.
 
 Two models score the same test rows, and a row that is hard for one is hard for the other, so their difference is known
-better than each metric. Its standard error takes rows as drawn one by one: rows of one user are alike, which makes the
-true error larger. It leaves out what another seed would give.
+better than each metric. Its standard error takes rows as independent. Rows of one user are alike, so the true error is
+larger. It also leaves out how much another seed would change the metrics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_SEEDS = 1000
 
 
 def of_seeds(config: Config, num_seeds: int) -> list[Config]:
-    """Returns a config for each of `num_seeds` seeds, from the config's own on; a run folder that it names gets folders
+    """Returns a config for each of `num_seeds` seeds, beginning with its own; a run folder that it names gets folders
     seed-N. Raises ValueError if `num_seeds` is not from 1 to MAX_SEEDS."""
     if not 1 <= num_seeds <= MAX_SEEDS:
         raise ValueError(f"--seeds is {num_seeds}; it must be from 1 to {MAX_SEEDS:,}")
@@ -44,13 +44,13 @@ def of_seeds(config: Config, num_seeds: int) -> list[Config]:
 
 
 def over_seeds(records: Sequence[RunRecord]) -> dict[str, dict[str, float | None]]:
-    """Returns, by metric of finished runs, the `mean` over runs and its standard `error`, None if it is not known."""
+    """Returns, by metric, the `mean` over finished runs and its standard `error`; see `mean_of`."""
     names = records[0].trained_for.measures if records[0].final_metrics else ()
     return {name: mean_of([record.final_metrics[name] for record in records]) for name in names}
 
 
 def mean_of(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Returns the mean and its standard error; None if a value is None, and of one value no error."""
+    """Returns the mean and its standard error. Both are None if a value is None; the error is None for one value."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return {"mean": None, "error": None}
@@ -63,10 +63,10 @@ def with_error(own: Mapping[str, float | None]) -> str:
 
 
 def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
-    """Returns the `options` in which two runs differ, and by metric on their test rows what `compared` says.
+    """Returns the `options` in which two runs differ, and the result of `compared` for each metric on their test rows.
 
-    If two schemas have prepared their data from the same files, the rows that test both are found by their numbers
-    there. Raises ValueError, which names both, if they have no such rows or not the same objective.
+    If their data was prepared from the same files by two schemas, the test rows that both have are found by their
+    numbers in the files. Raises ValueError, which names both, if they have no such rows or not the same objective.
     """
     runs, names = [load(first), load(second)], [str(first), str(second)]
     one, other = (run.record.dataset for run in runs)
@@ -103,7 +103,7 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
 
 def _common_rows(infos: Sequence[DatasetInfo]) -> list[NDArray[np.int64]]:
     """Returns, for each dataset, the positions among its test rows of those that are test rows of both. Raises
-    ValueError, which says why, if they are not known."""
+    ValueError, which says why, if these cannot be known."""
     one, other = ([file.checksum for file in info.sources] for info in infos)
     if not all(one) or one != other or not one:
         raise ValueError("their rows are not known to come from the same files")
@@ -115,7 +115,7 @@ def _common_rows(infos: Sequence[DatasetInfo]) -> list[NDArray[np.int64]]:
 
 
 def _test_rows(info: DatasetInfo) -> NDArray[np.int64]:
-    """Returns the numbers of a dataset's test rows in its files, in the order of the dataset."""
+    """Returns the row numbers that a dataset's test rows have in its files, in the order of the dataset."""
     made, paths = info.ids, [Path(file.path) for file in info.sources]
     if made.get("rows") is not None or made.get("sample") != 1.0 or "day" in made or info.summary["rows_skipped"]:
         raise ValueError("rows of the files were left out, so numbers of rows are not known")
@@ -138,7 +138,7 @@ def _test_rows(info: DatasetInfo) -> NDArray[np.int64]:
 def _chosen(
     names: Sequence[str], objective: Objective, scored: Sequence[Metrics], at: Sequence[NDArray[np.int64]]
 ) -> list[Metrics]:
-    """The rows at the given places, each judged by both. Raises ValueError if their labels or weights differ."""
+    """Each run's metrics on the rows at the given positions. Raises ValueError if their labels or weights differ."""
     rows: Any = [
         [None if column is None else column[places] for column in own.rows()]
         for own, places in zip(scored, at, strict=True)
@@ -162,7 +162,7 @@ def verdict(own: Mapping[str, Any]) -> list[str]:
 
 
 def differences(options: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns, by option in which runs differ, the value of each run that has it. options: of each run, by its name."""
+    """Returns, for each option in which runs differ, its value by run. options: those of each run, by its name."""
     names = dict.fromkeys(name for own in options.values() for name in own if name != "run")
     values = {name: {run: own[name] for run, own in options.items() if name in own} for name in names}
     return {name: own for name, own in values.items() if len(own) < len(options) or len({*own.values()}) > 1}

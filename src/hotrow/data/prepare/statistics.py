@@ -11,14 +11,14 @@
 
 Which rows a training row sees, `schema.statistics_rule` says:
 
-    time     the training rows of strictly earlier times. Rows of one moment do not see each other.
-    rows     the training rows of the other folds, which are drawn: of NUM_FOLDS, by the row's number, or if rows have a
-             time, by it, so that rows of one moment share a fold
+    time     the training rows of strictly earlier times. Rows with the same time do not see each other.
+    rows     the training rows of the other folds. One of NUM_FOLDS is drawn by the row's number, or if rows have a
+             time, by that, so that rows with the same time share a fold
     COLUMN   as `rows`, but rows with one value of this feature share a fold
 
 So nothing depends on a row's own label. Every other row sees all training rows, as a server would; `lag.py` has the
-other choice. If training rows see other folds, which are (NUM_FOLDS - 1) / NUM_FOLDS of all, counts that others see are
-taken times this share: inputs of a row to score are then like those that the model was trained with.
+rule for a schema with `statistics_lag`. Training rows that see other folds see (NUM_FOLDS - 1) / NUM_FOLDS of all; then
+the counts that others see are multiplied by this share, so that inputs of a row to score are like those of training.
 
 A value is known by its 64-bit hash, combinations by the hash of their hashes (value_counts.h); what was never counted
 has zero rows. `save` writes the counts of all training rows as safetensors. For statistic i, `i.values` int64 [m] are

@@ -38,7 +38,7 @@ MIN_OF_EACH = 20
 
 @dataclass(frozen=True)
 class Tally:
-    """The rows and positives of each distinct value, the values in ascending order, missing ones left out."""
+    """How many rows and positives each distinct value has. Values are in ascending order, without missing ones."""
 
     values: NDArray[np.generic]
     rows: Ints

@@ -1,7 +1,7 @@
-"""Chooses among many columns of numbers those that become inputs, by what each alone tells of the label.
+"""Chooses among many columns of numbers those that become inputs, by what each alone tells about the label.
 
-A model of thousands of columns, most of them useless, learns their noise, and takes long. So beyond MANY they are
-ranked by their strength in sampled rows that train, and taken while that is mostly not chance.
+A model of thousands of columns, most of them useless, learns their noise and trains slowly. So if there are more than
+MANY, they are ranked by `strength` in sampled training rows, and taken as long as most strengths are not chance.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from hotrow.data.sources.evidence import Floats, Tally, buckets_of
 
 MANY = 256
-"""Columns of numbers up to which all are inputs, and the most that are taken of more."""
+"""All columns of numbers are inputs if there are no more than this; else at most this many are taken."""
 FEWEST = 32
-"""Columns taken in any case: some may tell more together than alone."""
+"""How many columns are taken in any case: some may tell more together than alone."""
 MOST_IDS = 64
 """How many of the strongest are also buckets with statistics: a model pairs every feature of ids with every other."""
 MAY_BE_IDS = 1024
@@ -26,8 +26,8 @@ NUM_BUCKETS = 8
 
 
 def strength(numbers: Floats, positive: NDArray[np.bool_]) -> float:
-    """Standard errors by which the share of positives rises or falls with a number, or if it is more, by which it
-    differs among eighths of the rows. numbers: NaN = missing, which is an eighth of its own."""
+    """By how many standard errors the share of positives rises or falls with the number, or differs among eighths of
+    the rows, whichever is more. numbers: NaN is a missing one; these rows are a group beside the eighths."""
     missing, share = np.isnan(numbers), float(positive.mean())
     tally = Tally.of(numbers[~missing], positive[~missing])
     found = tally.grouped(buckets_of(tally, NUM_BUCKETS)) if len(tally.rows) else tally
