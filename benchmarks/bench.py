@@ -293,14 +293,21 @@ def touch_limit_s(
 
 
 def rows_limit_s(
-    batches: Sequence[Tensor], *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
+    batches: Sequence[Tensor],
+    *,
+    num_rows: int,
+    dim: int,
+    part: Part,
+    optimizer: Optimizer,
+    threads: int,
+    every: bool = False,
 ) -> float | None:
     """Returns the seconds it takes to move only the rows of one batch; None without the native module, and for an odd
     dim, whose rows the loop cannot touch.
 
     A lookup reads the row of every id, in order. An update reads and writes each distinct row once, in order (finding
     them and summing their gradients is free), and the same again for each state of the optimizer; the state of row-wise
-    Adagrad is one float per row.
+    Adagrad is one float per row. every: it reads and writes the row of every id instead, in the batch's order.
     """
     if ops.backend().name != "native" or dim % 2:
         return None
@@ -308,15 +315,17 @@ def rows_limit_s(
     seconds = touch(num_rows, dim, batches, write=False) if part != "update" else 0.0
     if part == "lookup":
         return seconds
-    distinct = [torch.from_numpy(np.unique(ids.numpy())) for ids in batches]
-    update = touch(num_rows, dim, distinct, write=True)
+    walk = (lambda ids: ids) if every else (lambda ids: torch.from_numpy(np.unique(ids.numpy())))
+    update = touch(num_rows, dim, [walk(ids) for ids in batches], write=True)
     if optimizer == "rowwise_adagrad":
-        lines = [torch.from_numpy(np.unique(rows.numpy() // FLOATS_PER_LINE)) for rows in distinct]
+        lines = [walk(ids // FLOATS_PER_LINE) for ids in batches]
         update += touch(num_rows // FLOATS_PER_LINE + 1, FLOATS_PER_LINE, lines, write=True)
     return seconds + {"adagrad": 2, "adam": 3}.get(optimizer, 1) * update
 
 
-def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: int) -> float | None:
+def embedding_limit_s(
+    shape: Shape, part: Part, optimizer: Optimizer, threads: int, *, every: bool = False
+) -> float | None:
     """Returns `rows_limit_s` plus the time to write the pooled rows and to read their gradient, once each."""
     tables = torch.arange(shape.num_tables).repeat_interleave(int(shape.lengths.sum()))
     rows = rows_limit_s(
@@ -326,6 +335,7 @@ def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: i
         part=part,
         optimizer=optimizer,
         threads=threads,
+        every=every,
     )
     if rows is None:
         return None
@@ -354,6 +364,8 @@ class Cell:
     """Returns (ours, peer), which start from the same rows."""
     limit_s: Callable[[int], float | None]
     """Returns the limit of the machine, in seconds, with so many threads."""
+    touches_s: Callable[[int], float | None] = lambda threads: None
+    """Returns the same for a limit in which every occurrence of a row counts, not the distinct rows alone."""
     target: float | None = None
     """The least ratio peer / ours that hotrow promises."""
     most_over_limit: float | None = None
@@ -364,6 +376,12 @@ class Cell:
     """Largest difference of an output from the peer's, as a share of the peer's largest element: rounding of sums."""
 
 
+def limits(shape: Shape, part: Part, optimizer: Optimizer) -> dict[str, Any]:
+    """The limits of a Cell of embedding work; of every touch if popular ids make it another one."""
+    limit = partial(embedding_limit_s, shape, part, optimizer)
+    return {"limit_s": limit} | ({"touches_s": partial(limit, every=True)} if shape.zipf and part != "lookup" else {})
+
+
 def embedding_cell(name: str, shape: Shape, part: Part, optimizer: Optimizer) -> Cell:
     """Returns a cell of embedding work against torch.nn.EmbeddingBag."""
 
@@ -372,7 +390,7 @@ def embedding_cell(name: str, shape: Shape, part: Part, optimizer: Optimizer) ->
         return ours, Torch(shape, part, optimizer, ours)
 
     peer = "torch.nn.EmbeddingBag(sparse)" + ("" if part == "lookup" else f" + {OPTIMIZERS[optimizer][2]}")
-    return Cell(name=name, peer=peer, build=build, limit_s=partial(embedding_limit_s, shape, part, optimizer))
+    return Cell(name=name, peer=peer, build=build, **limits(shape, part, optimizer))
 
 
 def cells(*, quick: bool = False) -> tuple[Cell, ...]:
@@ -460,7 +478,7 @@ def spread(values: Sequence[float]) -> list[float]:
 
 def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]:
     """Returns one row of the report. Raises ValueError if the outputs of the two sides differ."""
-    limit_s = cell.limit_s(threads)
+    limit_s, touches_s = cell.limit_s(threads), cell.touches_s(threads)
     ours, peer = cell.build()
     check_agreement(cell.name, ours, peer, within=cell.within)
     rounds = interleave(ours, peer, num_rounds)
@@ -477,6 +495,7 @@ def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]
         "spread": spread(ratios),
         "limit_ms": None if limit_s is None else limit_s * 1e3,
         "share_of_limit": None if limit_s is None else limit_s / ours_s,
+        **({} if touches_s is None else {"share_of_touches": touches_s / ours_s}),
         **{name: value for name, value in told.items() if value is not None},
         **rounds.counts(),
     }
@@ -525,6 +544,7 @@ def format_row(row: dict[str, Any]) -> str:
     """Returns the row of a cell as a line of text."""
     low, high = row["spread"]
     share = "" if row["share_of_limit"] is None else f"  {row['share_of_limit']:4.0%} of the limit"
+    share += f" ({row['share_of_touches']:.0%} if every occurrence counts)" if "share_of_touches" in row else ""
     return (
         f"{row['name']:32s} {row['ours_ms']:9.2f} ms  peer {row['peer_ms']:9.2f} ms  "
         f"x {row['ratio']:5.2f} ({low:.2f} .. {high:.2f}){share}  {how_clean(row)}"

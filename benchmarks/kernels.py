@@ -83,8 +83,8 @@ def fbgemm_cell(name: str, shape: bench.Shape, optimizer: bench.Optimizer) -> be
         ours = bench.Ours(shape, "step", optimizer)
         return ours, Fbgemm(shape, optimizer, ours)
 
-    limit = partial(bench.embedding_limit_s, shape, "step", optimizer)
-    return bench.Cell(name=name, peer=f"FBGEMM CPU, EXACT_{optimizer.upper()}", build=build, limit_s=limit)
+    peer = f"FBGEMM CPU, EXACT_{optimizer.upper()}"
+    return bench.Cell(name=name, peer=peer, build=build, **bench.limits(shape, "step", optimizer))
 
 
 def fbgemm_cells(*, quick: bool) -> list[bench.Cell]:

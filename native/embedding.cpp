@@ -4,27 +4,18 @@
 #include <hotrow/embedding.h>
 #include <hotrow/parallel.h>
 
-#include <atomic>
-
 namespace hotrow {
 namespace {
 
 std::pair<const Bags*, int64_t> view_feature(const FeatureBags& feature) { return {&feature.bags, feature.table.dim}; }
 
-// Runs kernel(feature, range) over all bags of all features; false if any call returns false.
+// Runs kernel(feature, first, last) over all bags of all features; false if any call returns false.
 template <class Kernel>
-bool for_all_bags(const std::vector<FeatureBags>& features, int num_threads, const Kernel& kernel) {
+bool for_features(const std::vector<FeatureBags>& features, int num_threads, const Kernel& kernel) {
   for (const FeatureBags& feature : features) {
     if (!ends_in_range(feature.bags)) return false;
   }
-  num_threads = team(bytes_of_all_bags(features, view_feature), num_threads);
-  const std::vector<Range> ranges = cut_bags(features, num_threads, view_feature);
-  std::atomic<bool> good{true};
-  parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int) {
-    const Range& range = ranges[static_cast<size_t>(task)];
-    if (!kernel(features[range.owner], range)) good.store(false, std::memory_order_relaxed);
-  });
-  return good.load();
+  return for_all_bags(features, team(bytes_of_all_bags(features, view_feature), num_threads), view_feature, kernel);
 }
 
 // Runs piece(begin, end) over rows of `dim` floats, a megabyte at a time.
@@ -41,19 +32,18 @@ void for_pieces_of_rows(int64_t num_rows, int64_t dim, int num_threads, const Pi
 bool lookup(const std::vector<FeatureBags>& features, float* out, int64_t stride, int num_threads) {
   const Kernels& set = kernels();
   const bool large = !features.empty() && features[0].bags.num_bags * stride > kStreamedFloats;
-  return for_all_bags(features, num_threads, [&](const FeatureBags& feature, const Range& range) {
+  return for_features(features, num_threads, [&](const FeatureBags& feature, int64_t first, int64_t last) {
     float* columns = out + feature.column;
     const bool streamed = large && on_whole_lines(columns, stride);
-    return set.lookup(feature.table, feature.bags, range.first, range.last, columns, stride, streamed);
+    return set.lookup(feature.table, feature.bags, first, last, columns, stride, streamed);
   });
 }
 
 bool weight_gradient(const std::vector<FeatureBags>& features, const float* grad, int64_t stride, float* out,
                      int num_threads) {
   const Kernels& set = kernels();
-  return for_all_bags(features, num_threads, [&](const FeatureBags& feature, const Range& range) {
-    return set.weight_gradient(feature.table, feature.bags, range.first, range.last, grad + feature.column, stride,
-                               out);
+  return for_features(features, num_threads, [&](const FeatureBags& feature, int64_t first, int64_t last) {
+    return set.weight_gradient(feature.table, feature.bags, first, last, grad + feature.column, stride, out);
   });
 }
 

@@ -170,6 +170,56 @@ void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
   }
 }
 
+// SGD of the bags of one feature, row by row as their ids come.
+template <int kDim, class P, class Id>
+void descend_bags(const Rule rule, const Rows table, const Bags bags, const float* grad, int64_t stride, float* room) {
+  const int64_t dim = kDim ? kDim : table.dim, limit = bags.begin(bags.num_bags);
+  const Id* ids = static_cast<const Id*>(bags.ids);
+  const int64_t bags_ahead = 1 + grads_ahead(dim) * bags.num_bags / (limit - bags.begin(0) + 1);
+  const auto fetch_row = [=](int64_t i) __attribute__((always_inline)) {
+    prefetch_row<Into::l2>(table.data, static_cast<uint64_t>(ids[i]), dim * kWeightBytes<P>);
+    if constexpr (kInHalves<P>) prefetch_row<Into::l2>(table.low, static_cast<uint64_t>(ids[i]), dim * kWeightBytes<P>);
+  };
+  for (int64_t i = bags.begin(0); i < bags.begin(0) + kRowsAhead && i < limit; ++i) fetch_row(i);
+  [[maybe_unused]] Row<kDim ? kDim : 4> step = {};  // what is subtracted: the same for a bag without weights
+  for (int64_t b = 0; b < bags.num_bags; ++b) {
+    const int64_t begin = bags.begin(b), end = bags.begin(b + 1);
+    const float* g = grad + b * stride;
+    if (b + bags_ahead < bags.num_bags) prefetch_row<Into::l1>(g + bags_ahead * stride, 0, dim * 4);
+    const float share = bags.pooling == Pooling::mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < limit) fetch_row(i + kRowsAhead);
+      float scale = share;
+      if (bags.weights)
+        scale = bags.pooling == Pooling::mean ? bags.weights[i] / static_cast<float>(end - begin) : bags.weights[i];
+      const P w = weights_from<P>(table, static_cast<uint64_t>(ids[i]) * static_cast<uint64_t>(dim));
+      if constexpr (kDim) {
+        if (bags.weights || i == begin) {
+          step.read_scaled(scale, g);
+          step.multiply(rule.lr);
+        }
+        Row<kDim> weight;
+        weight.read(w);
+        weight.subtract(step);
+        weight.write(w);
+      } else {
+        AnyRow weight{as_floats(w, dim, room), dim};
+        weight.subtract_scaled(rule.lr, scale, g);
+        put_back(weight.at, w, dim);
+      }
+    }
+  }
+}
+
+template <class P>
+void descend_ids(const Rule& rule, const Rows& table, const Bags& bags, const float* grad, int64_t stride,
+                 float* room) {
+  UsualDims::choose(table.dim, [&](auto dim) {
+    if (bags.wide) return descend_bags<dim.value, P, int64_t>(rule, table, bags, grad, stride, room);
+    descend_bags<dim.value, P, int32_t>(rule, table, bags, grad, stride, room);
+  });
+}
+
 // One step of the row with its summed gradient. Inlined, so that the loops of each algorithm see a constant dim.
 [[gnu::always_inline]] inline void step(const Rule& rule, int64_t dim, const float* g, const States& states,
                                         uint64_t row, float* w) {
@@ -189,23 +239,31 @@ void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
   }
 }
 
+// Some rows are summed before they take their steps, whose square roots and divisions then overlap: 0.92 to 0.96 of
+// the time of row-wise Adagrad, 8 tables x 50 ids, dim 64.
 template <int kDim, class P>
 void adaptive_rows(const Rule rule, const Cursor<P> cursor, float* g, float* room) {
+  const int64_t dim = kDim ? kDim : cursor.table.dim;
+  uint64_t rows[kRowsTogether];
   for (int64_t i = 0; i < cursor.all.num_keys;) {
-    const uint64_t row = cursor.all.row(i);
-    if constexpr (kDim) {
-      Row<kDim> sum;
-      i = sum_gradients(sum, cursor, i);
-      sum.write(g);
-    } else {
-      AnyRow sum{g, cursor.table.dim};
-      i = sum_gradients(sum, cursor, i);
+    int64_t num_rows = 0;
+    for (; num_rows < kRowsTogether && i < cursor.all.num_keys; ++num_rows) {
+      rows[num_rows] = cursor.all.row(i);
+      if constexpr (kDim) {
+        Row<kDim> sum;
+        i = sum_gradients(sum, cursor, i);
+        sum.write(g + num_rows * dim);
+      } else {
+        AnyRow sum{g + num_rows * dim, dim};
+        i = sum_gradients(sum, cursor, i);
+      }
     }
-    const int64_t dim = kDim ? kDim : cursor.table.dim;
-    const P w = cursor.weights(row);
-    float* floats = as_floats(w, dim, room);
-    step(rule, dim, g, cursor.states, row, floats);
-    put_back(floats, w, dim);
+    for (int64_t k = 0; k < num_rows; ++k) {
+      const P w = cursor.weights(rows[k]);
+      float* floats = as_floats(w, dim, room);
+      step(rule, dim, g + k * dim, cursor.states, rows[k], floats);
+      put_back(floats, w, dim);
+    }
   }
 }
 
@@ -221,7 +279,7 @@ void update_rows(const Rule& rule, const Rows& table, const States& states, cons
   if (rule.algorithm == Algorithm::sgd) {
     sgd_rows<kDim>(rule, cursor, scratch);
   } else {
-    adaptive_rows<kDim>(rule, cursor, scratch, scratch + dim);
+    adaptive_rows<kDim>(rule, cursor, scratch + dim, scratch);
   }
 }
 
@@ -241,6 +299,11 @@ void update(const Rule& rule, const Rows& table, const States& states, const Occ
     case Storage::split:
       return update_weights<Joined>(rule, table, states, occurrences, scratch);
   }
+}
+
+void descend(const Rule& rule, const Rows& table, const Bags& bags, const float* grad, int64_t stride, float* scratch) {
+  if (table.storage == Storage::split) return descend_ids<Joined>(rule, table, bags, grad, stride, scratch);
+  descend_ids<float*>(rule, table, bags, grad, stride, scratch);
 }
 
 }  // namespace hotrow::HOTROW_ISA

@@ -2,9 +2,11 @@
 // The division depends on the number of threads; results must not.
 #pragma once
 
+#include <hotrow/parallel.h>
 #include <hotrow/types.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -78,6 +80,18 @@ std::vector<Range> cut_bags(const Items& items, int num_threads, const View& vie
     }
   }
   return ranges;
+}
+
+// Runs work(item, first, last) over all bags of all items; false if any call returns false.
+template <class Items, class View, class Work>
+bool for_all_bags(const Items& items, int num_threads, const View& view, const Work& work) {
+  const std::vector<Range> ranges = cut_bags(items, num_threads, view);
+  std::atomic<bool> good{true};
+  parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    if (!work(items[range.owner], range.first, range.last)) good.store(false, std::memory_order_relaxed);
+  });
+  return good.load();
 }
 
 // Whether the first and last offsets can be trusted for the division; the kernels check every bag.

@@ -38,7 +38,10 @@
 //                        w = |z| <= l1 ? 0 : -((z - copysign(l1, z)) / ((beta + sqrt(n)) / lr + l2))
 //   states: h [num_rows, dim] or, row-wise, [num_rows];  m, v or z, n [num_rows, dim];  none for sgd. Rows are in range
 //   and no other thread has keys of the same row. Keys of one row are in order; they must also be adjacent, except for
-//   sgd with a storage that loses nothing (not float16). scratch: 2 * dim floats.
+//   sgd with a storage that loses nothing (not float16). scratch: (1 + kRowsTogether) * dim floats.
+//
+// descend: update by sgd of the ids of one feature, in their order; ids and offsets are in range, the storage is not
+//   float16. scratch: dim floats.
 //
 // sum_rows: for each row r of the occurrences, and each node in which it occurs, in rising order:
 //     leaf l:        g = g_1 + g_2 + ...  of r's occurrences from sources of that leaf, in order, starting from g_1
@@ -88,6 +91,8 @@
           float* out))                                                                                                \
   KERNEL(void, update,                                                                                                \
          (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch)) \
+  KERNEL(void, descend,                                                                                               \
+         (const Rule& rule, const Rows& table, const Bags& bags, const float* grad, int64_t stride, float* scratch))  \
   KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))               \
   KERNEL(void, fill_uniform,                                                                                          \
          (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,         \

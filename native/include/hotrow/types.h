@@ -86,6 +86,9 @@ struct Occurrences {
   }
 };
 
+// Rows whose gradients an adaptive rule sums before it applies any of them.
+inline constexpr int64_t kRowsTogether = 16;
+
 // Where the next row of a node and its sum are written.
 struct RowSums {
   int64_t* rows;

@@ -246,8 +246,9 @@ template <Into kInto>
   if (bytes % 64) __builtin_prefetch(reinterpret_cast<const void*>(address + bytes - 1), kWrite, kLocality);
 }
 
-// How many rows ahead of their use to prefetch: each row is one or more random reads. 16 to 64 are within 10 %.
-inline constexpr int64_t kRowsAhead = 32;
+// How many rows ahead of their use to prefetch: each row is one or more random reads. 48 take 0.95 to 0.98 of the time
+// of 32 (lookup and SGD, 8 tables x 50 ids, dim 64), 16 take 1 to 1.13, 64 and 96 as long.
+inline constexpr int64_t kRowsAhead = 48;
 // Keys in row order jump between gradients; those of the next row are not needed at once. Prefetched into L2 they take
 // 0.92 of the time of adaptive rules.
 inline constexpr int64_t kScatteredGradsAhead = 16;
