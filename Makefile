@@ -52,19 +52,19 @@ test-package: $(VENV)/.test $(CORE) ## run the tests of what is around the libra
 test-all: $(VENV)/.test $(CORE) ## run all tests
 	@$(PYTEST) $(ARGS)
 
-sanitize: $(VENV)/.test $(VENV)/.core-1 ## test the native code for bad addresses and undefined behaviour; ARGS=--thread: for data races
+sanitize: $(VENV)/.test $(VENV)/.core-1 ## test the native code for bad addresses and undefined behaviour; ARGS=--thread: for data races; --tiles: on emulated AMX
 	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 lint: $(VENV)/.dev ## check style and types (ruff, mypy --strict, clang-format); changes nothing
 	@$(RUFF) check $(wildcard $(PYTHON_FILES))
 	@$(RUFF) format --check $(wildcard $(PYTHON_FILES))
 	@$(BIN)/python -m mypy
-	@$(CLANG_FORMAT) --dry-run -Werror $$(git ls-files 'native/*.cpp' 'native/*.h')
+	@$(CLANG_FORMAT) --dry-run -Werror $$(git ls-files 'native/*.cpp' 'native/*.h' 'tests/*.h')
 
 format: $(VENV)/.dev ## fix style in place (ruff, clang-format)
 	@$(RUFF) check --fix $(wildcard $(PYTHON_FILES))
 	@$(RUFF) format $(wildcard $(PYTHON_FILES))
-	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
+	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h' 'tests/*.h')
 
 bench: $(VENV)/.bench $(CORE) ## measure against every peer (14 GB of RAM, 20 GB of disk, 2 hours) and rewrite the figures in README and docs
 	@$(BIN)/python -m benchmarks.kernels --out docs/measurements/benchmarks.json

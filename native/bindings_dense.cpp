@@ -243,7 +243,9 @@ void bind_dense(nb::module_& m) {
   define(m, "interact", bind_interact);
   define(m, "interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
-  m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
+  m.def("bfloat16_products", [] { return pair_kernels() ? pair_kernels()->name : ""; });
+  m.def("use_amx", use_amx, nb::arg("use"));
+  m.def("tiles_refused", tiles_refused);
   define(m, "all_finite", bind_all_finite);
   define(m, "move_member_rows", bind_move_member_rows);
   define(m, "mlp", bind_mlp);

@@ -2,9 +2,13 @@
 #include <hotrow/dispatch.h>
 #include <hotrow/kernels.h>
 #include <hotrow/pairs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstdlib>
 #include <iterator>
 
 // The kernels of one set, in the order of `Kernels`.
@@ -25,6 +29,9 @@ HOTROW_DEFINE_SET(avx512)
 #endif
 #ifdef HOTROW_HAS_avx512_bf16
 HOTROW_DECLARE_PAIR_KERNELS(avx512_bf16)
+#endif
+#ifdef HOTROW_HAS_amx_bf16
+HOTROW_DECLARE_PAIR_KERNELS(amx_bf16)
 #endif
 
 namespace hotrow {
@@ -55,6 +62,7 @@ constexpr Kernels kSets[] = {
 #define HOTROW_NUM_RUNNABLE(HAS) (HOTROW_RUNS_AVX2(HAS) ? HOTROW_RUNS_AVX512(HAS) ? 3 : 2 : 1)
 
 std::atomic<int> chosen{-1};
+std::atomic<bool> amx_wanted{true};
 
 }  // namespace
 
@@ -79,13 +87,41 @@ const Kernels& kernels() {
 
 const PairKernels* pair_kernels() {
 #ifdef HOTROW_HAS_avx512_bf16
-  static constexpr PairKernels kPairs = {HOTROW_PAIR_KERNEL_LIST(HOTROW_PAIR_ADDRESS)};
+  static constexpr PairKernels kPairs = {"avx512_bf16", HOTROW_PAIR_KERNEL_LIST(HOTROW_PAIR_ADDRESS)};
   static const bool has_products = __builtin_cpu_supports("avx512bf16");
-  return has_products && &kernels() == std::end(kSets) - 1 ? &kPairs : nullptr;  // avx512 is the last set
+  if (!has_products || &kernels() != std::end(kSets) - 1) return nullptr;  // avx512 is the last set
+#ifdef HOTROW_HAS_amx_bf16
+  static constexpr PairKernels kTiles = {"amx_bf16",
+                                         avx512_bf16::round_pairs,
+                                         avx512_bf16::pack_pair_panels,
+                                         avx512_bf16::pack_pair_rows,
+                                         amx_bf16::pack_pair_tiles,
+                                         amx_bf16::multiply_pairs};
+  if (amx_wanted.load(std::memory_order_relaxed) && tiles_refused() == 0) return &kTiles;
+#endif
+  return &kPairs;
 #else
   return nullptr;
 #endif
 }
+
+int tiles_refused() {
+  static const int refused = [] {
+#if defined(HOTROW_EMULATED_TILES)
+    const char* refusal = std::getenv("HOTROW_EMULATED_REFUSAL");
+    return refusal ? std::atoi(refusal) : 0;
+#elif defined(HOTROW_HAS_amx_bf16)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return -1;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) ? errno : 0;  // for all threads of the process
+#else
+    return -1;
+#endif
+  }();
+  return refused;
+}
+
+bool use_amx(bool use) { return amx_wanted.exchange(use); }
 
 void use_kernels(int index) { chosen.store(index, std::memory_order_relaxed); }
 

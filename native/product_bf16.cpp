@@ -4,9 +4,7 @@
 // Tiles are those of product.cpp: kTileRows rows by kPanelColumns columns of C are 24 vectors of sums. A panel of B is
 // read in full for every tile of rows, from the second-level cache; it takes half the bytes that it takes in float32,
 // so the depth of a layer is not divided.
-#include <hotrow/pairs.h>
-#include <hotrow/vec.h>
-#include <immintrin.h>
+#include <hotrow/pair_lanes.h>
 
 HOTROW_DECLARE_PAIR_KERNELS(HOTROW_ISA)
 
@@ -14,22 +12,7 @@ namespace hotrow::HOTROW_ISA {
 namespace {
 
 constexpr int kMostParts = kPanelColumns / kLanes;
-constexpr int64_t kAheadRows = 16;  // of rows too far apart for the machine to predict
-static_assert(kLanes == 16 && kTileRows == 8 && kTilesTogether * kTileRows == 2 * kLanes);
-
-// The first n lanes of a vector, n from below 0 to beyond kLanes.
-inline __mmask16 first_lanes(int64_t n) {
-  return static_cast<__mmask16>(n >= kLanes ? 0xFFFF : n <= 0 ? 0 : (1 << n) - 1);
-}
-
-// 16 bfloat16 of one row and of the next as pairs.
-inline __m512i interleave(__m256i even, __m256i odd) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
-}
-inline __m512 widen_even(__m512i both) { return _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)); }
-inline __m512 widen_odd(__m512i both) {
-  return _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
-}
+static_assert(kTileRows == 8);
 
 // 32 floats, of which the first n count, as 16 pairs.
 inline __m512i round_floats(const float* from, int64_t n) {
@@ -48,34 +31,6 @@ struct Tile {
   const Pair* at;
   Pair operator()(int64_t r, int64_t k) const { return at[k * kTileRows + r]; }
 };
-
-// Turns 16 sums into C: what is done to them, in the order of the contract. `lanes` are within C's columns.
-inline void finish(const PairProduct& product, __m512 sum, int64_t row, int64_t column, __mmask16 lanes) {
-  float* c = product.rounded ? nullptr : product.c + row * product.c_stride + column;
-  const int64_t stride = 2 * pairs(product.columns);  // of bfloat16
-  if (product.add) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, c), sum);
-  if (product.bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, product.bias + column));
-  const __m512 zero = _mm512_setzero_ps();
-  if (product.relu) sum = _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(sum, zero, _CMP_LT_OQ), zero);
-  if (product.gate) {
-    const auto* gate = reinterpret_cast<const uint16_t*>(product.gate) + row * stride + column;
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, gate));
-    sum = _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(widen_even(bits), zero, _CMP_LE_OQ), zero);
-  }
-  if (product.rounded) {
-    auto* rounded = reinterpret_cast<uint16_t*>(product.rounded) + row * stride + column;
-    const auto values = (__m256i)_mm512_cvtneps_pbh(sum);
-    if (lanes == 0xFFFF) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(rounded), values);
-    } else {  // an odd last column has its 0 beside it: B's panel is 0 there, and so are bias and gate
-      _mm256_mask_storeu_epi16(rounded, first_lanes(stride - column), values);
-    }
-  } else if (lanes == 0xFFFF) {
-    _mm512_storeu_ps(c, sum);
-  } else {
-    _mm512_mask_storeu_ps(c, lanes, sum);
-  }
-}
 
 // Prefetches what `finish` will read and write of the rows from `row` on, while the sums are formed. Always inlined:
 // see prefetch_row in vec.h.
@@ -217,30 +172,11 @@ void pack_pair_rows(const Pair* from, int64_t stride, int64_t depth, int64_t col
 
 void pack_pair_tiles(const Pair* from, int64_t stride, int64_t depth, int64_t rows, Pair* to, float* sums) {
   const int64_t tile = pairs(depth) * kTileRows;  // its pairs
-  for (int64_t m = 0; m < rows; m += 2 * kLanes, to += kTilesTogether * tile) {
-    const auto* at = reinterpret_cast<const uint16_t*>(from) + m;
-    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int64_t k = 0; k < depth; k += 2, at += 4 * stride) {
-      __builtin_prefetch(at + kAheadRows * 2 * stride, 0, 3);
-      __builtin_prefetch(at + (kAheadRows + 1) * 2 * stride, 0, 3);
-      for (int64_t h = 0; h < 2; ++h) {
-        const __mmask16 lanes = first_lanes(rows - m - h * kLanes);
-        const __m256i even = _mm256_maskz_loadu_epi16(lanes, at + h * kLanes);
-        const __m256i odd =
-            k + 1 < depth ? _mm256_maskz_loadu_epi16(lanes, at + 2 * stride + h * kLanes) : _mm256_setzero_si256();
-        const __m512i both = interleave(even, odd);
-        sum[h] = _mm512_add_ps(_mm512_add_ps(sum[h], widen_even(both)), widen_odd(both));
-        Pair* put = to + 2 * h * tile + k / 2 * kTileRows;
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(put), _mm512_castsi512_si256(both));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(put + tile), _mm512_extracti64x4_epi64(both, 1));
-      }
-    }
-    for (int64_t h = 0; h < 2; ++h) {
-      const __mmask16 lanes = first_lanes(rows - m - h * kLanes);
-      float* total = sums + m + h * kLanes;
-      _mm512_mask_storeu_ps(total, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, total), sum[h]));
-    }
-  }
+  join_rows(from, stride, depth, rows, sums, [&](int64_t m, int64_t k, __m512i both) {
+    Pair* put = to + m * pairs(depth) + k * kTileRows;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(put), _mm512_castsi512_si256(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(put + tile), _mm512_extracti64x4_epi64(both, 1));
+  });
 }
 
 void multiply_pairs(const PairProduct& product, int64_t first, int64_t last) {

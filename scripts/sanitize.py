@@ -2,8 +2,9 @@
 
     python scripts/sanitize.py [pytest arguments]            address and undefined behaviour
     python scripts/sanitize.py --thread [pytest arguments]   data races
+    python scripts/sanitize.py --tiles [pytest arguments]    the first, and products of bfloat16 on emulated AMX tiles
 
-Builds go to build/sanitize and build/sanitize-thread and leave the installed one alone; Python processes that
+Builds go to folders build/sanitize* and leave the installed one alone; Python processes that
 tests start find the sanitized build too. Leaks are not looked for: Python frees late. The thread sanitizer does not
 know the barriers of libgomp, so its build does without OpenMP: the same tasks run on std::thread (native/include/
 hotrow/parallel.h). It sees every lock, Python's among them, but only our own code's accesses: Python and torch are not
@@ -114,6 +115,18 @@ THREAD = Sanitizer(
         "tests/unit/test_cached_store.py::test_a_row_is_read_while_its_write_down_waits",
     ),
 )
+TILES = ADDRESS._replace(
+    folder=Path("build/sanitize-tiles"),
+    environment={**ADDRESS.environment, "HOTROW_EMULATED_TILES": "1"},  # for tests: these tiles can be refused
+    options=("HOTROW_EMULATED_TILES=ON",),
+    tests=(
+        "tests/laws/test_dense_bf16.py",
+        "tests/laws/test_dense.py",
+        "tests/laws/test_denormals.py",
+        "tests/laws/test_device_runs.py::test_dense_layers_in_bfloat16",
+        "tests/laws/test_resume.py::test_other_threads_and_products_are_counted",
+    ),
+)
 # Not ours: libgomp's barriers are not seen, between which torch copies what its OpenMP team was given and after which
 # glibc frees what belonged to threads of such a team; nor, therefore, the locks that torch takes in one library and
 # gives back in another.
@@ -156,8 +169,8 @@ def runtime(name: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Build, then run the tests; returns pytest's status, or the sanitizer's where it has found something."""
-    sanitizer = THREAD if arguments[:1] == ["--thread"] else ADDRESS
-    arguments = arguments[1:] if sanitizer is THREAD else arguments
+    sanitizer = {"--thread": THREAD, "--tiles": TILES}.get(arguments[0] if arguments else "", ADDRESS)
+    arguments = arguments if sanitizer is ADDRESS else arguments[1:]
     environment = {
         **os.environ,
         "PYTHONPATH": str(build(sanitizer)),

@@ -168,7 +168,7 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(dataset: PackedDataset, tmp_
 HALVES = "tables float32 in two halves, lookups read the upper"
 WIDE = "all arithmetic is float32"
 PRODUCTS = (
-    "bfloat16 in products of MLPs, sums and weights float32"
+    f"bfloat16 in products of MLPs, sums and weights float32{', on AMX' * (ops.bfloat16_products() == 'amx_bf16')}"
     if ops.bfloat16_products()
     else "bfloat16 where torch's autocast has it, weights float32"
 )

@@ -1,10 +1,10 @@
-"""MLPs in bfloat16 as processors with avx512_bf16 compute them, in plain torch: the native ones equal these to the bit.
+"""MLPs in bfloat16 as avx512_bf16 and amx_bf16 compute them, in plain torch: the native ones equal these to the bit.
 
 Shape legend: B batch, I inputs and O outputs of a layer; products are [M, K] by [K, N].
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,8 +49,32 @@ def multiply_pairs(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return acc_MN
 
 
+def multiply_tiles(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """`multiply_pairs` by AMX's instruction (tdpbf16ps), which takes 32 elements at a time: even ones in one chain from
+    +0, odd ones in another. The sum of both is added to C, which starts at +0. Sums round and flush as `multiply_add`.
+
+    K is padded with zeros to a multiple of 32. That changes nothing but the sign of a zero: a chain that ends in a
+    flushed -0 has +0 after a pair of zeros.
+    """
+    M, K, N = *a_MK.shape, b_KN.shape[1]
+    a_MK, b_KN = torch.cat([a_MK, torch.zeros(M, -K % 32)], 1), torch.cat([b_KN, torch.zeros(-K % 32, N)])
+    acc_MN, one = torch.zeros(M, N), torch.ones(())
+    for first in range(0, K, 32):
+        even_MN, odd_MN = torch.zeros(M, N), torch.zeros(M, N)
+        for k in range(first, first + 32, 2):
+            even_MN = multiply_add(a_MK[:, k, None], b_KN[k], even_MN)
+            odd_MN = multiply_add(a_MK[:, k + 1, None], b_KN[k + 1], odd_MN)
+        acc_MN = multiply_add(one, multiply_add(one, even_MN, odd_MN), acc_MN)
+    return acc_MN
+
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+PRODUCTS: dict[str, Multiply] = {"avx512_bf16": multiply_pairs, "amx_bf16": multiply_tiles}
+"""By the name that `ops.bfloat16_products` has for them."""
+
+
 def mlp_bf16(
-    x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation
+    x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation, multiply: Multiply
 ) -> tuple[Tensor, list[Tensor]]:
     """`mlp` with products of bfloat16: returns the output, float32, and the input of every layer as it was rounded.
 
@@ -58,7 +82,7 @@ def mlp_bf16(
     """
     inputs = [round_to_bfloat16(x_BI)]
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True), start=1):
-        out_BO = multiply_pairs(inputs[-1], round_to_bfloat16(weight).T) + bias
+        out_BO = multiply(inputs[-1], round_to_bfloat16(weight).T) + bias
         if k < len(weights) or last == "relu":
             out_BO = torch.where(out_BO < 0, 0.0, out_BO)
         inputs.append(round_to_bfloat16(out_BO))
@@ -66,7 +90,7 @@ def mlp_bf16(
 
 
 def mlp_bf16_backward(
-    grad_BO: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    grad_BO: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], multiply: Multiply
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Returns the gradients of x, weights and biases, float32; inputs: what `mlp_bf16` returned.
 
@@ -78,10 +102,10 @@ def mlp_bf16_backward(
     for k in reversed(range(len(weights))):
         g_BO = round_to_bfloat16(grad_BO)
         stretches = zip(torch.split(g_BO, PAIRED_SAMPLES), torch.split(inputs[k], PAIRED_SAMPLES), strict=True)
-        parts = [(multiply_pairs(g.T, x), _sum_upward(g)) for g, x in stretches]
+        parts = [(multiply(g.T, x), _sum_upward(g)) for g, x in stretches]
         grad_weights.insert(0, functools.reduce(torch.add, [part for part, _ in parts]))
         grad_biases.insert(0, functools.reduce(torch.add, [part for _, part in parts]))
-        grad_BO = multiply_pairs(g_BO, round_to_bfloat16(weights[k]))
+        grad_BO = multiply(g_BO, round_to_bfloat16(weights[k]))
         if k > 0:
             grad_BO = torch.where(inputs[k] <= 0, 0.0, grad_BO)
     return grad_BO, grad_weights, grad_biases

@@ -1,14 +1,19 @@
 """Law 1 for MLPs in bfloat16: to the bit those of bfloat16_truth.py at any thread count, and no word beyond their
-outputs."""
+outputs. Tests run on each of our products that are here; `make sanitize ARGS=--tiles` emulates those on AMX."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 import torch
-from bfloat16_truth import mlp_bf16, mlp_bf16_backward, multiply_add
+from bfloat16_truth import PRODUCTS, mlp_bf16, mlp_bf16_backward, multiply_add
 from kernel_cases import assert_same_bits, guarded, running
 from test_dense import MLPS, mlp_inputs
 from torch import Tensor
@@ -17,17 +22,22 @@ from hotrow.kernels import ops
 from loops import looped
 
 needs_products = pytest.mark.skipif(
-    not (ops.isas() and ops.native_module().bfloat16_products()),
-    reason="the build or the processor has no products of bfloat16 (avx512_bf16)",
+    not ops.bfloat16_products(), reason="the build or the processor has no products of bfloat16 (avx512_bf16)"
 )
 # And: sums over samples beyond one stretch (1024); odd widths, so that the last pair is half empty; widths of 1.
 SHAPES = [*MLPS, (2085, (5, 18, 3)), (9, (1, 97, 1, 2))]
 
 
-@pytest.fixture(autouse=True)
-def _also_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law holds on processors with AMX too, although torch's products run there."""
-    monkeypatch.setattr(ops, "has_amx", lambda: False)
+@pytest.fixture(autouse=True, params=["avx512_bf16", "amx_bf16"] if ops.bfloat16_products() == "amx_bf16" else [""])
+def _products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each of our products that are here, in turn."""
+    if not request.param:
+        yield
+        return
+    before = ops.native_module().use_amx(use=request.param == "amx_bf16")
+    assert ops.bfloat16_products() == request.param
+    yield
+    ops.native_module().use_amx(use=before)
 
 
 def in_bfloat16(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Tensor, last: str) -> list[Tensor]:
@@ -41,10 +51,11 @@ def in_bfloat16(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Te
 
 
 def by_reference(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Tensor, last: str) -> list[Tensor]:
-    out, inputs = mlp_bf16(x, weights, biases, last=last)  # type: ignore[arg-type]
+    multiply = PRODUCTS[ops.bfloat16_products()]
+    out, inputs = mlp_bf16(x, weights, biases, last=last, multiply=multiply)  # type: ignore[arg-type]
     if last == "relu":
         grad = torch.where(out > 0, grad, 0.0)
-    grad_x, grad_weights, grad_biases = mlp_bf16_backward(grad, inputs, weights)
+    grad_x, grad_weights, grad_biases = mlp_bf16_backward(grad, inputs, weights, multiply)
     return [out, grad_x, *grad_weights, *grad_biases]
 
 
@@ -85,12 +96,25 @@ AT_THE_END = [(-(2.0**-76), 2.0**-63, f * 2.0**-75, 2.0**-63) for f in (0.5, 1.0
 def test_numbers_at_the_lower_end_equal_the_reference() -> None:
     x = torch.tensor([*(pair[2:] for pair in AT_THE_END), (2.0**-127, 2.0**-140), (2.0**-126, -(2.0**-127))])
     weight = torch.tensor([(-(2.0**-76), 2.0**-63), (2.0**40, 2.0**40)])
+    if ops.bfloat16_products() == "amx_bf16":  # adds both in one chain if both are even, in the other order
+        x, weight = (torch.stack([own[:, 1], own[:, 1] * 0, own[:, 0]], 1) for own in (x, weight))
     case = x, [weight], [torch.zeros(2)], torch.ones(len(x), 2)
     found = in_bfloat16(*case, "linear")
     for ours, theirs in zip(found, by_reference(*case, "linear"), strict=True):
         assert_same_bits(ours, theirs)
     assert found[0][:5, 0].tolist() == [2.0**-126, 2.0**-126, 0, 0, 0]
     assert found[0][5:, 1].tolist() == [0, 2.0**-86], "denormal inputs count as 0"
+
+
+@needs_products
+@looped(("last", "expected"), [(0.0, {"avx512_bf16": 0, "amx_bf16": 2}), (1.0, {"avx512_bf16": 0, "amx_bf16": 4})])
+def test_the_order_of_a_sum_is_that_of_the_instruction(last: float, expected: dict[str, int]) -> None:
+    """2^24 + 1 + 1 + 1, and `last` as element 32. A 1 that meets 2^24 is lost. On AMX two odd ones meet first, and
+    `last` meets 2^24 + 2, from where it is rounded up."""
+    x = torch.tensor([[2.0**12, 1, 1, 1] + [0] * 28 + [last]])
+    case = x, [x.clone()], [torch.zeros(1)], torch.ones(1, 1)
+    for found in (in_bfloat16(*case, "linear"), by_reference(*case, "linear")):
+        assert found[0].item() - 2**24 == expected[ops.bfloat16_products()]
 
 
 def test_multiply_add_of_the_reference_against_fractions() -> None:
@@ -126,12 +150,13 @@ def rounded(exact: Fraction) -> float:
     return float(nearest) if abs(nearest) >= Fraction(2) ** -126 else 0.0
 
 
-@looped("last", ["relu", "linear"])
-def test_reference_in_bfloat16_against_float64(last: str) -> None:
+@looped(("last", "products"), itertools.product(["relu", "linear"], PRODUCTS))
+def test_reference_in_bfloat16_against_float64(last: str, products: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chain rule in float64 on the rounded numbers, with the rounded activations: sums alone may differ."""
     x, weights, biases, grad = mlp_inputs(70, (13, 65, 33, 16))
+    monkeypatch.setattr(ops, "bfloat16_products", lambda: products)
     found = by_reference(x, weights, biases, grad, last)
-    _, inputs = mlp_bf16(x, weights, biases, last=last)  # type: ignore[arg-type]
+    _, inputs = mlp_bf16(x, weights, biases, last=last, multiply=PRODUCTS[products])  # type: ignore[arg-type]
     wide = [w.bfloat16().double() for w in weights]
     outputs = [i.double() @ w.T + b for i, w, b in zip(inputs, wide, biases, strict=True)]
     for ours, truth in zip(inputs[1:], outputs, strict=False):
@@ -199,3 +224,20 @@ def test_narrower_sets_leave_bfloat16_to_torch() -> None:
         assert ops.mlp(x, weights, biases, last="linear").dtype == torch.bfloat16
     with torch.autocast("cpu", dtype=torch.float16):
         assert ops.mlp(x, weights, biases, last="linear").dtype == torch.float16
+
+
+@needs_products
+def test_a_limit_to_avx512_leaves_amx_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTROW_ISA", "avx512")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # the limit sets it for torch; put back afterwards
+    ops._limit_isa(ops.native_module())
+    assert ops.bfloat16_products() == "avx512_bf16"
+    assert ops.isa_of("bf16") == "avx512 with avx512_bf16"
+
+
+@pytest.mark.skipif("HOTROW_EMULATED_TILES" not in os.environ, reason="AMX's tiles are not emulated here")
+def test_products_without_amx_run_if_the_system_refuses_its_tiles() -> None:
+    program = "from hotrow.kernels import ops; print(ops.bfloat16_products(), ops.amx_refusal(), end='')"
+    env = {**os.environ, "HOTROW_EMULATED_REFUSAL": "1"}
+    told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    assert told == "avx512_bf16 , not on AMX, because the system refuses its tiles (Operation not permitted)"

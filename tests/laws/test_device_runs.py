@@ -6,6 +6,7 @@ By Triton's interpreter; where a GPU is, dense layers add up in another order, a
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,14 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.storage import full_device
-from hotrow.setup import device, setup
+from hotrow.setup import setup
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
+from loops import looped
 from packed_data import planted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+OURS = "bfloat16 in products of MLPs, sums and weights float32"
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BASE: dict[str, Any] = {
@@ -212,12 +215,19 @@ def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytes
     assert hotrow.load(bf16.path).evaluate("test") == bf16.record.metrics["test"]
 
 
-def test_the_first_line_names_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ops, device):
-        monkeypatch.setattr(module, "has_amx", lambda: True)
-    line = DenseDevice(torch.device("cpu"), "bf16").line()
-    assert line.startswith("; dense layers on cpu, bfloat16 where torch's autocast has it, weights float32")
-    assert line.endswith(", on AMX") == (ops.backend().isa == "avx512")
+@looped(
+    ("products", "refused", "words"),
+    [
+        ("", -1, "bfloat16 where torch's autocast has it, weights float32"),
+        ("avx512_bf16", -1, OURS),
+        ("amx_bf16", 0, f"{OURS}, on AMX"),
+        ("avx512_bf16", 1, f"{OURS}, not on AMX, because the system refuses its tiles (Operation not permitted)"),
+    ],
+)
+def test_the_first_line_names_amx(products: str, refused: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "bfloat16_products", lambda: products)
+    monkeypatch.setattr(ops, "native_module", lambda: SimpleNamespace(tiles_refused=lambda: refused))
+    assert DenseDevice(torch.device("cpu"), "bf16").line() == f"; dense layers on cpu, {words}"
 
 
 @pytest.mark.parametrize(

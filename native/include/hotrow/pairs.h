@@ -1,12 +1,16 @@
-// Products of bfloat16, for processors with avx512_bf16: one set of leaf kernels, beside those of kernels.h and by
-// their rules. A product takes two elements of its depth at a time, so they lie in pairs.
+// Products of bfloat16, for processors with avx512_bf16: two sets of leaf kernels, one on AMX, beside those of
+// kernels.h and by their rules. A product takes two elements of its depth at a time, so they lie in pairs.
 //
 // bf16(x): x rounded to nearest, ties to even; below 2^-126 a zero with the sign of x; a NaN to a quiet NaN.
 //
-// Sums are float32. The instruction (vdpbf16ps) adds the products of a pair one after the other, the odd one first:
+// Sums are float32. That of avx512_bf16 (by vdpbf16ps) adds the products of a pair in turn, the odd one first:
 //     add_pair(s, a, b):  s = fma(a.odd, b.odd, s);  s = fma(a.even, b.even, s)
-//   Each fma rounds once, to nearest even, as if exponents had no lower end; a result that is then below 2^-126 becomes
-//   a zero with its sign. No control register changes this.
+// That of amx_bf16 (by tdpbf16ps) adds 16 pairs; zeros fill the depth up to a multiple of 16:
+//     add_pairs(s, a[16], b[16]):  e = o = +0;  for i = 0..15:  e = fma(a[i].even, b[i].even, e)
+//                                                               o = fma(a[i].odd, b[i].odd, o)
+//                                  s = s + (e + o)
+//   Each fma or sum rounds once, to nearest even, as if exponents had no lower end; a result that is then below 2^-126
+//   becomes a zero with its sign. No control register changes this.
 #pragma once
 
 #include <hotrow/types.h>
@@ -46,11 +50,13 @@ struct PairProduct {
 // pack_pair_rows: the same for B(k, n) = the n-th bfloat16 of row k, rows `stride` pairs apart; columns at most
 //     kPanelColumns
 // pack_pair_tiles: A(m, k) = the m-th bfloat16 of row k, for all m < rows, k < depth, and A's rows summed:
-//     to[m / kTileRows][k / 2][m mod kTileRows] = (A(m, k), A(m, k + 1)) for even k
+//     avx512_bf16:  to[m / kTileRows][k / 2][m mod kTileRows] = (A(m, k), A(m, k + 1)) for even k
+//     amx_bf16:     to[m / 16][k / 32][m mod 16][k / 2 mod 16], 0 up to whole tiles of 16 rows by 16 pairs
 //     sums[m] = sums[m] + (+0 + A(m, 0) + A(m, 1) + ...)
 //
 // multiply_pairs: rows [first, last) of C = A B as `product` says; if A is tiles, the first tile starts at row `first`.
-//   Each sum starts at +0 and takes the pairs of the depth upward by add_pair; then C, bias, relu, gate, rounding.
+//   Each sum starts at +0 and takes the pairs of the depth upward by add_pair, or add_pairs from multiples of 16; then
+//   C, bias, relu, gate, rounding.
 #define HOTROW_PAIR_KERNEL_LIST(KERNEL)                                                                              \
   KERNEL(void, round_pairs, (const float* from, int64_t columns, int64_t first, int64_t last, Pair* to))             \
   KERNEL(void, pack_pair_panels,                                                                                     \
@@ -62,12 +68,17 @@ struct PairProduct {
 
 #define HOTROW_FIELD(result, name, parameters) result(*name) parameters;
 struct PairKernels {
+  const char* name;
   HOTROW_PAIR_KERNEL_LIST(HOTROW_FIELD)
 };
 #undef HOTROW_FIELD
 
-// Null if the build or the processor does not have them, or if the set in use (kernels.h) is not avx512.
+// Null if the build or the processor does not have them, or if the set in use (kernels.h) is not avx512. Those of AMX
+// if tiles_refused() is 0, unless use_amx(false).
 const PairKernels* pair_kernels();
+// 0 if the system grants AMX's tiles; as errno why it refuses them; -1 if the build or the processor has none.
+int tiles_refused();
+bool use_amx(bool use);  // returns what was said before
 
 }  // namespace hotrow
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import platform
 import re
@@ -72,12 +71,6 @@ def lacks_bfloat16_products() -> bool:
         return True
     features = _features()
     return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & features
-
-
-@functools.cache
-def has_amx() -> bool:
-    """Returns whether the processor has AMX's tiles of bfloat16, which torch uses."""
-    return "amx_bf16" in (_features() or ())
 
 
 def _features() -> set[str] | None:

@@ -163,15 +163,14 @@ class TrainConfig(_Section):
     unless `OMP_NUM_THREADS` is set. Processes of a run on one machine divide its cores, unless `OMP_NUM_THREADS` is
     above 1."""
     precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
-    """How weights are stored. Tables always compute in float32; `dense_dtype` decides how dense layers compute. `fp16`:
-    tables are float16, rounded at every update, and take half the memory. `split_bf16`: tables are float32 in two
-    halves; lookups read the upper half, a bfloat16, and updates use both, so they lose nothing. With dense `sgd` the
-    MLPs' weights are stored in the same way (Split-SGD-BF16); with other dense optimizers they stay fp32."""
+    """How weights are stored. `fp16`: tables are float16, rounded at every update, and take half the memory.
+    `split_bf16`: tables are float32 in two halves; lookups read the upper half, a bfloat16, and updates use both, so
+    they lose nothing. With dense `sgd` the MLPs' weights are stored in the same way (Split-SGD-BF16); with other dense
+    optimizers they stay fp32."""
     dense_dtype: DenseDtype = "fp32"
     """The arithmetic of products in dense layers; weights and sums stay float32. `tf32`: TensorFloat-32, only on a GPU.
-    `bf16`: bfloat16. On a CPU with `avx512_bf16` and no AMX, hotrow's own products of MLPs are used; elsewhere bfloat16
-    is used in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with bfloat16
-    products; on other CPUs it is slower, and a warning says so. The first line of a run names the arithmetic."""
+    `bf16`: bfloat16, on a CPU with `avx512_bf16` in hotrow's own products of MLPs (on AMX if it has it), elsewhere as
+    torch's autocast does (slow on CPUs without such products)."""
     pos_weight: Positive = 1.0
     """Weight of samples with label 1 in the loss, as in torch's BCEWithLogitsLoss. It changes no metric:
     with another weight than 1, scores are not rates of clicks, so calibration and LogLoss become worse. Only for

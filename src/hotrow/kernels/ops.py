@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hotrow.base.machine import has_amx, isa_limit
+from hotrow.base.machine import isa_limit
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import reference, tree, types
 from hotrow.kernels.on_device import has_triton, triton_ops
@@ -124,6 +124,8 @@ def _limit_isa(module: Any) -> None:
             f"HOTROW_ISA={limit!r}, but this machine has only {', '.join(available)}: set it to one of them"
         )
     module.use_isa(available.index(limit))
+    if limit == "avx512":
+        module.use_amx(use=False)
     _limit_torch(limit)
 
 
@@ -136,8 +138,9 @@ def _limit_torch(limit: str | None) -> None:
 _TORCH_LIMITS = {
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
 }
-"""Settings that limit torch's own kernels, oneDNN and MKL to an instruction set; avx512 is not a limit."""
+"""Settings that limit torch's own kernels, oneDNN and MKL to an instruction set; avx512 leaves AMX out."""
 
 
 def _announce_fork(module: Any) -> None:
@@ -174,21 +177,26 @@ def isas() -> tuple[str, ...]:
     return available[: available.index(limit) + 1] if limit in available else available
 
 
-def bfloat16_products() -> bool:
-    """Returns whether hotrow's own products of bfloat16 run here.
+def bfloat16_products() -> str:
+    """The name of hotrow's own products of bfloat16 that run here, "amx_bf16" or "avx512_bf16"; "" if none does.
 
-    The processor needs avx512_bf16, and the kernels must be avx512's. With AMX torch's run, which does 8 times as much
-    in an instruction; the two have not been measured side by side.
+    The processor needs avx512_bf16, and the kernels must be avx512's.
     """
     module = _native()
-    return module is not None and bool(module.bfloat16_products()) and not has_amx()
+    return "" if module is None else str(module.bfloat16_products())
+
+
+def amx_refusal() -> str:
+    """Why products of bfloat16 do not run on the AMX of this processor, to follow what runs; "" if it has none."""
+    refused = native_module().tiles_refused()
+    return f", not on AMX, because the system refuses its tiles ({os.strerror(refused)})" if refused > 0 else ""
 
 
 def isa_of(dense_dtype: str) -> str:
     """Returns the instruction set by which results may differ in their last bits. It names our products of bfloat16 if
     they run, because other processors with the same set may leave them to torch."""
     isa = backend().isa
-    return f"{isa} with avx512_bf16" if dense_dtype == "bf16" and bfloat16_products() else isa
+    return f"{isa} with {products}" if dense_dtype == "bf16" and (products := bfloat16_products()) else isa
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotrow.base.machine import has_amx
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.kernels import ops
 
@@ -91,11 +90,9 @@ class DenseDevice:
         return f"; dense layers on {self.device}{name}, {self.words()}"
 
     def words(self) -> str:
-        if (self.dtype, self.device.type) == ("bf16", "cpu"):
-            if ops.bfloat16_products():
-                return "bfloat16 in products of MLPs, sums and weights float32"
-            if has_amx() and ops.backend().isa == "avx512":
-                return f"{ARITHMETIC[self.dtype]}, on AMX"
+        if (self.dtype, self.device.type) == ("bf16", "cpu") and (products := ops.bfloat16_products()):
+            amx = ", on AMX" if products == "amx_bf16" else ops.amx_refusal()
+            return f"bfloat16 in products of MLPs, sums and weights float32{amx}"
         return ARITHMETIC[self.dtype]
 
 
