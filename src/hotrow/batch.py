@@ -138,11 +138,24 @@ class KeyedJaggedTensor:
 
     @classmethod
     def of_rows(cls, key: str, rows: Tensor, starts: Sequence[int]) -> KeyedJaggedTensor:
-        """Returns one bag of one id for each of `rows`, in micro-batches as `in_parts` has them. Nothing is checked,
-        since ranks make one for every table at every step."""
+        """Returns one bag of one id for each of `rows`, in micro-batches as `in_parts` has them."""
+        return cls.unchecked((key,), rows, None, len(rows), tuple(starts))
+
+    @classmethod
+    def unchecked(
+        cls,
+        keys: tuple[str, ...],
+        values: Tensor,
+        offsets: Tensor | None,
+        stride: int,
+        parts: tuple[int, ...] | None = None,
+        *,
+        weights: Tensor | None = None,
+    ) -> KeyedJaggedTensor:
+        """Returns bags of which nothing is checked: ranks make some for every table at every step."""
         made = cls.__new__(cls)
-        made.keys, made.values, made.weights, made._offsets = (key,), rows, None, None
-        made.stride, made.parts = len(rows), tuple(starts)
+        made.keys, made.values, made.weights, made._offsets = keys, values, weights, offsets
+        made.stride, made.parts = stride, parts
         return made
 
     @classmethod
@@ -185,10 +198,7 @@ class KeyedJaggedTensor:
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
         """Returns the same bags with other ids: int32 or int64, as many as before."""
         assert values.shape == self.values.shape
-        changed = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
-        changed.keys, changed.weights, changed.stride = self.keys, self.weights, self.stride
-        changed.values, changed._offsets, changed.parts = values, self._offsets, self.parts
-        return changed
+        return self.unchecked(self.keys, values, self._offsets, self.stride, self.parts, weights=self.weights)
 
     def in_parts(self, starts: Sequence[int] | None) -> KeyedJaggedTensor:
         """Returns the same bags, cut into micro-batches: part k holds the samples from starts[k] to starts[k + 1].

@@ -168,6 +168,7 @@ class Sharded(Placement):
     ) -> None:
         self.comm, self.tables, self.shards = comm, tuple(tables), tuple(shards)
         self.below: Placement = below
+        self._names = tuple(table.name for table in tables)
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
@@ -281,10 +282,10 @@ class Sharded(Placement):
             lease, own_slots = self.below.take(asked.below, training=training)
             return self._rows_for_others(asked, own_slots, firsts)
 
-        def slots_to_pool() -> dict[int, Tensor]:
+        def slots_to_pool() -> tuple[Tensor, dict[int, slice]]:
             if lease is None:
                 come[:] = rows_for_others()  # empty: only its own rows are put into their slots
-            return self._pooled_slots(asked, own_slots)
+            return own_slots.values, self._pooled_slots(asked, own_slots)
 
         try:
             starts = self._starts(asked.strides, sparse.parts) if training else None
@@ -301,7 +302,7 @@ class Sharded(Placement):
                 lease.release(updated=False)
             raise
         assert lease is not None
-        bags = sparse if batch is None else self._pooled.without(sparse)
+        bags = sparse if batch is None else asked.sparse
         slots = bags.with_values(self._fill(asked, come, firsts)).in_parts(starts)
         ended = (lambda: None) if batch is None else self._pooled.keep(batch, slots)
         own = ShardLease(self._buffers.live, lease, ended)
@@ -406,7 +407,7 @@ class Sharded(Placement):
             )
 
     def _by_table(
-        self, keys: Sequence[Numbers], counts: Sequence[Numbers], pooled: Mapping[int, Numbers]
+        self, keys: Sequence[Numbers], counts: Sequence[Numbers], pooled: Mapping[int, Sequence[Numbers]]
     ) -> tuple[Numbers, Numbers]:
         """Returns the rows of several lists of keys, each table by table, of all tables in turn, behind those of a
         table its `pooled` ids; and the number of rows of each table. counts: by list, of each table."""
@@ -417,42 +418,45 @@ class Sharded(Placement):
                 start = end[t - 1] if t else 0
                 if end[t] > start:
                     pieces.append(own[start : end[t]] - first_key)
-            if t in pooled:
-                pieces.append(pooled[t])
+            pieces.extend(pooled.get(t, ()))
         lengths = np.sum(counts, axis=0)
-        for t, own in pooled.items():
-            lengths[t] += len(own)
-        return np.concatenate([np.empty(0, np.int64), *pieces]), lengths
+        for t, each in pooled.items():
+            lengths[t] += sum(map(len, each))
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int64), lengths
 
     def _lookup_below(self, rows: Numbers, counts: Numbers) -> KeyedJaggedTensor:
         """Returns a batch of one bag for each table, of rows of this rank's shard, table by table."""
-        names = tuple(table.name for table in self.tables)
-        return KeyedJaggedTensor(names, torch.from_numpy(rows), lengths=torch.from_numpy(counts))
+        offsets = torch.from_numpy(np.concatenate([[0], counts.cumsum()]))
+        return KeyedJaggedTensor.unchecked(self._names, torch.from_numpy(rows), offsets, 1)
 
     def _rows_for_others(self, asked: Asked, slots: KeyedJaggedTensor, firsts: Numbers) -> list[Tensor]:
         """Returns the rows for each rank as bytes; puts those that this rank needs of its own into their slots."""
         counts = np.concatenate([asked.counts[:, :1], asked.given.T], axis=1)
         pooled = asked.below.lengths.numpy() - counts.sum(1)
         messages = [ops.empty(int(own @ self._row_bytes), dtype=torch.uint8) for own in asked.given]
+        if not counts.any():
+            return messages
         rows, groups = slots.values.long(), np.concatenate([counts, pooled[:, None]], axis=1)
         ops.pack_rows(self.below.arrays, rows, groups, self._buffers.arrays, firsts.tolist(), messages)
         sizes = (asked.given * self._keys.dims).tolist()
         return [recast(*each, self._stored, self._sent) for each in zip(messages, sizes, strict=True)]
 
-    def _pooled_slots(self, asked: Asked, slots: KeyedJaggedTensor) -> dict[int, Tensor]:
-        """Returns by table the slots below of the ids that this rank pools."""
+    def _pooled_slots(self, asked: Asked, slots: KeyedJaggedTensor) -> dict[int, slice]:
+        """Returns by table which of the slots below are those of the ids that this rank pools."""
         assert asked.served is not None
-        before = asked.counts[:, HELD] + asked.given.sum(0)
-        return {t: slots.bags(self.tables[t].name)[0][int(before[t]) :] for t in asked.served.names}
+        before, ends = asked.counts[:, HELD] + asked.given.sum(0), slots.key_ends()
+        return {t: slice(ends[t] + int(before[t]), ends[t + 1]) for t in asked.served.names}
 
     def _fill(self, asked: Asked, come: Sequence[Tensor], firsts: Numbers) -> Tensor:
         """Puts rows of other ranks into their slots; returns the slot of each id of the batch."""
+        slots = torch.zeros_like(asked.sparse.values)
+        if not len(slots):
+            return slots
         sizes = (asked.counts[:, 1:].T * self._keys.dims).tolist()
         stored = [recast(*each, self._sent, self._stored) for each in zip(come, sizes, strict=True)]
         ops.unpack_rows(stored, asked.counts, self._buffers.arrays, firsts.tolist())
         for row_of, first, rows in zip(self._buffers.row_of, firsts.tolist(), asked.rows, strict=True):
             row_of[first : first + len(rows)] = rows
-        slots = torch.zeros_like(asked.sparse.values)
         numbers, done = slots.numpy(), 0
         for t, start, stop in asked.spans:
             numbers[start:stop] = asked.places[done : done + stop - start] + firsts[t]
