@@ -27,7 +27,7 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.keys import pack, unpack
-from hotrow.kernels.types import ComingSums, Distinct, Layout, Pieces, Rule
+from hotrow.kernels.types import ComingSums, Distinct, Layout, Rule, SentSums
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator
@@ -43,8 +43,6 @@ from hotrow.placement.budget import DeviceMemory
 from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
-SMALL_BYTES = 1 << 17
-"""Sums of this size, the mean of tables and nodes, are copied in the time that lookups of their own take."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 
@@ -496,12 +494,13 @@ class Sharded(Placement):
         if not alone and any(self._prefix):
             rest = [own._replace(sums=own.sums._replace(taken="from_prefix")) for own in come]
             come = [*self._replicated(come), *rest]
-        found, leaves = self._unpacked(come, may_stay=True)
-        counts = found.counts.sum(1)
+        found = self._unpacked(come)
+        counts = found.pieces.counts.sum(1)
         if alone:
-            self._local_steps.keep(attached, np.split(found.rows, counts.cumsum()[:-1]))
-        lease, slots = self.below.take(self._lookup_below(found.rows, counts), training=False)
-        self.below.update([*self._lookups_below(found, leaves, slots.values, come), *pooled], attached, rules)
+            self._local_steps.keep(attached, np.split(found.pieces.rows, counts.cumsum()[:-1]))
+        lease, slots = self.below.take(self._lookup_below(found.pieces.rows, counts), training=False)
+        sums, below = found._replace(slots=slots.values), self.below
+        below.kernels.pooled.update(below.arrays, attached.arrays, pooled, rules, sums)
         lease.release(updated=True)
         if self._local_steps.num_steps == self.merge_every:
             self.merge()
@@ -619,54 +618,21 @@ class Sharded(Placement):
         """Adds up the sums of replicated rows that came here, and tells the totals to all ranks. Returns what they
         tell, which counts as of the first micro-batch."""
         common = [own._replace(sums=own.sums._replace(taken="below_prefix")) for own in come]
-        found, leaves = self._unpacked(common)
-        lookups = self._lookups_below(found, leaves, torch.from_numpy(found.rows), common)
-        whole = 0, tree.width(self.comm.ranks.micro_batches)
-        sums = self.below.kernels.pooled.flat_row_sums(self.below.arrays, lookups, whole)[whole]
+        whole, kernels = (0, tree.width(self.comm.ranks.micro_batches)), self.below.kernels.pooled
+        sums = kernels.flat_row_sums(self.below.arrays, [], whole, self._unpacked(common))[whole]
         ((words, heads),) = self._keys.pack_sums([sums])
         told = self.comm.gather(words, purpose="replicated", num_heads=heads)
         return [Come(ComingSums(self._keys.exact(each, 1), 1), [0]) for each in told]
 
-    def _unpacked(self, come: Sequence[Come], *, may_stay: bool = False) -> tuple[Pieces, list[tuple[int, int, int]]]:
-        """Returns the rows of messages and their sums, and of each piece its first micro-batch, message and node, in
-        the order of micro-batches.
-
-        may_stay: large sums stay where they are. Small ones are always put together, for one lookup of each table:
-        one for each node and table would make many ranks slow.
-        """
+    def _unpacked(self, come: Sequence[Come]) -> SentSums:
+        """Returns the sums of messages, in the order of micro-batches, with rows for slots."""
         each = ((leaf, m, k) for m, own in enumerate(come) for k, leaf in enumerate(own.leaves))
         leaves = sorted(each, key=itemgetter(0))
-        num_bytes = sum(own.sums.words.nbytes for own in come)
-        large = may_stay and num_bytes > SMALL_BYTES * len(leaves) * len(self.tables)
         messages, pieces = [own.sums for own in come], [(m, k) for _, m, k in leaves]
-        return self._keys.unpack_sums(messages, pieces, self._prefix, only_rows=large), leaves
-
-    def _lookups_below(
-        self, found: Pieces, leaves: Sequence[tuple[int, int, int]], slots: Tensor, come: Sequence[Come]
-    ) -> ops.Lookups:
-        """The sums of each table as lookups below of bags of one row, by micro-batch; slots: of `found.rows`."""
-        lookups, T = list[Any](), len(self.tables)
-        groups = [[*range(len(leaves))]] if len(found.sums) else [[p] for p in range(len(leaves))]
-        parts = np.zeros((len(groups), T, self.comm.ranks.micro_batches + 1), np.int64)
-        for g, group in enumerate(groups):
-            for p in group:
-                parts[g, :, leaves[p][0] + 1] += found.counts[:, p]
-        ends, dims = parts.cumsum(2).tolist(), self._keys.dims.tolist()
-        first = at = 0
-        for t, name in enumerate(self.weights):
-            for g, group in enumerate(groups):
-                num, dim = ends[g][t][-1], dims[t]
-                if not num:
-                    continue
-                if len(found.sums):
-                    sums = found.sums[at : at + num * dim]
-                else:
-                    start = int(found.starts[t, group[0]])
-                    sums = come[leaves[group[0]][1]].sums.words[start : start + num * dim].view(torch.float32)
-                bags = KeyedJaggedTensor.of_rows(name, slots[first : first + num], ends[g][t])
-                lookups.append((self.below.kernels.sequences[name], bags, sums.view(num, dim)))
-                first, at = first + num, at + num * dim
-        return lookups
+        found = self._keys.unpack_sums(messages, pieces, self._prefix)
+        words = [messages[m].words for m, _ in pieces]
+        parts = self.comm.ranks.micro_batches
+        return SentSums(torch.from_numpy(found.rows), found, [leaf for leaf, _, _ in leaves], words, parts)
 
     # ---- optimizer states, and rows by their ids
 
