@@ -139,23 +139,18 @@ class KeyedJaggedTensor:
     @classmethod
     def of_rows(cls, key: str, rows: Tensor, starts: Sequence[int]) -> KeyedJaggedTensor:
         """Returns one bag of one id for each of `rows`, in micro-batches as `in_parts` has them."""
-        return cls.unchecked((key,), rows, None, len(rows), tuple(starts))
+        made = cls.unchecked((key,), rows, None, None, len(rows))
+        made.parts = tuple(starts)
+        return made
 
     @classmethod
     def unchecked(
-        cls,
-        keys: tuple[str, ...],
-        values: Tensor,
-        offsets: Tensor | None,
-        stride: int,
-        parts: tuple[int, ...] | None = None,
-        *,
-        weights: Tensor | None = None,
+        cls, keys: tuple[str, ...], values: Tensor, weights: Tensor | None, offsets: Tensor | None, stride: int
     ) -> KeyedJaggedTensor:
-        """Returns bags of which nothing is checked: ranks make some for every table at every step."""
+        """Returns bags of one micro-batch, of which nothing is checked: for those who make some at every step."""
         made = cls.__new__(cls)
         made.keys, made.values, made.weights, made._offsets = keys, values, weights, offsets
-        made.stride, made.parts = stride, parts
+        made.stride, made.parts = stride, None
         return made
 
     @classmethod
@@ -198,7 +193,9 @@ class KeyedJaggedTensor:
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
         """Returns the same bags with other ids: int32 or int64, as many as before."""
         assert values.shape == self.values.shape
-        return self.unchecked(self.keys, values, self._offsets, self.stride, self.parts, weights=self.weights)
+        changed = self.unchecked(self.keys, values, self.weights, self._offsets, self.stride)
+        changed.parts = self.parts
+        return changed
 
     def in_parts(self, starts: Sequence[int] | None) -> KeyedJaggedTensor:
         """Returns the same bags, cut into micro-batches: part k holds the samples from starts[k] to starts[k + 1].

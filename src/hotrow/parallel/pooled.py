@@ -144,7 +144,7 @@ class Pooled:
             lengths = sparse.lengths.view(len(sparse.keys), sparse.stride)
             lengths[[key in names for key in sparse.keys]] = 0
             torch.cumsum(lengths.view(-1), 0, out=offsets[1:])
-        return KeyedJaggedTensor.unchecked(sparse.keys, values, offsets, sparse.stride, weights=weights)
+        return KeyedJaggedTensor.unchecked(sparse.keys, values, weights, offsets, sparse.stride)
 
     def requests(self, sparse: KeyedJaggedTensor, *, training: bool) -> list[Tensor]:
         """Returns by rank the bags of this rank's samples in tables of that rank, as words of 32 bits.
@@ -157,7 +157,9 @@ class Pooled:
         check_ids(self.layout, self._configs, sparse, spans)
         if sparse.weights is not None:
             self._check_weights(sparse, sparse.weights, training=training)
-        return _pack(sparse, [[(feature.name, self._is_wide(feature)) for feature in own] for own in self._owned])
+        return _pack(
+            sparse, [[(feature.name, _is_wide(self._configs[feature.table])) for feature in own] for own in self._owned]
+        )
 
     def _check_weights(self, sparse: KeyedJaggedTensor, weights: Tensor, *, training: bool) -> None:
         if weights.requires_grad and torch.is_grad_enabled():
@@ -181,15 +183,12 @@ class Pooled:
     def serve(self, words: Sequence[Tensor], strides: list[int], asked: list[Tensor]) -> Served:
         """Returns what this rank is to pool. words: by rank, its `requests` here; asked: this rank's, of all ranks."""
         names, own = defaultdict[int, list[str]](list), self._owned[self._comm.rank]
-        wide = [self._is_wide(feature) for feature in own]
+        wide = [_is_wide(self._configs[feature.table]) for feature in own]
         each = [_unpack(come, n, wide) for come, n in zip(words, strides, strict=True)]
         for feature in own:
             names[feature.table].append(feature.name)
         bags = {feature.name: _joined(of_ranks) for feature, of_ranks in zip(own, zip(*each, strict=True), strict=True)}
         return Served(names, bags, strides, asked)
-
-    def _is_wide(self, feature: Feature) -> bool:
-        return _is_wide(self._configs[feature.table])
 
     def is_of(self, served: Served, sparse: KeyedJaggedTensor) -> bool:
         """Returns whether the batch still is what this rank asked for when it was announced."""
@@ -330,7 +329,7 @@ class Pooled:
             sizes = [num_samples * width for num_samples, width in shapes]
             numbers = ops.empty(sum(sizes))
             for (grad, features), shape, own in zip(parts, shapes, torch.split(numbers, sizes), strict=True):
-                torch.cat([grad[:, columns] for columns in _runs(features)], 1, out=own.view(shape))
+                torch.cat([grad[:, f.columns] for f in features], 1, out=own.view(shape))
             found.append(words_of([numbers], self._wire_dtype))
         return found
 
@@ -390,21 +389,12 @@ def _width(features: Sequence[Feature]) -> int:
     return sum(feature.columns.stop - feature.columns.start for feature in features)
 
 
-def _runs(features: Bundle) -> list[slice]:
-    """Returns the columns of `features`, those of neighbours as one slice."""
-    runs = list[slice]()
-    for columns in (feature.columns for feature in features):
-        start = runs.pop().start if runs and runs[-1].stop == columns.start else columns.start
-        runs.append(slice(start, columns.stop))
-    return runs
-
-
 def _spread(vectors: Tensor, features: Bundle, out: Tensor) -> None:
     """Puts vectors [B, width] of `features`, side by side, into their columns of a lookup's output."""
     at = 0
-    for columns in _runs(features):
-        end = at + columns.stop - columns.start
-        out[:, columns] = vectors[:, at:end]
+    for feature in features:
+        end = at + _width((feature,))
+        out[:, feature.columns] = vectors[:, at:end]
         at = end
 
 

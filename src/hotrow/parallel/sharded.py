@@ -425,7 +425,7 @@ class Sharded(Placement):
     def _lookup_below(self, rows: Numbers, counts: Numbers) -> KeyedJaggedTensor:
         """Returns a batch of one bag for each table, of rows of this rank's shard, table by table."""
         offsets = torch.from_numpy(np.concatenate([[0], counts.cumsum()]))
-        return KeyedJaggedTensor.unchecked(self._names, torch.from_numpy(rows), offsets, 1)
+        return KeyedJaggedTensor.unchecked(self._names, torch.from_numpy(rows), None, offsets, 1)
 
     def _rows_for_others(self, asked: Asked, slots: KeyedJaggedTensor, firsts: Numbers) -> list[Tensor]:
         """Returns the rows for each rank as bytes; puts those that this rank needs of its own into their slots."""
