@@ -630,8 +630,7 @@ class Sharded(Placement):
         leaves = sorted(each, key=itemgetter(0))
         messages, pieces = [own.sums for own in come], [(m, k) for _, m, k in leaves]
         found = self._keys.unpack_sums(messages, pieces, self._prefix)
-        words = [messages[m].words for m, _ in pieces]
-        parts = self.comm.ranks.micro_batches
+        words, parts = [messages[m].words for m, _ in pieces], self.comm.ranks.micro_batches
         return SentSums(torch.from_numpy(found.rows), found, [leaf for leaf, _, _ in leaves], words, parts)
 
     # ---- optimizer states, and rows by their ids
