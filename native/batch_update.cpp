@@ -37,6 +37,7 @@ struct SegmentKeys {
 
 struct TablePlan {
   const TableUpdate* table = nullptr;
+  bool once = false;  // no row occurs twice, so that there is nothing to sum, and keys have no order
   int64_t num_keys = 0;
   int row_bits = 0, row_shift = 0, source_shift = 0;
   int ordered_from = 0;  // keys are in the order of their bits from here up; below, in the batch's order
@@ -199,16 +200,16 @@ void sort_by_row(TablePlan& plan, int num_threads) {
   }
 }
 
+// SGD steps once per occurrence: it needs a row's occurrences in order, but not adjacent, unless the row is rounded
+// when it is written: then it must be written once, or results would depend on what comes between.
 bool takes_any_order(const TableUpdate& table) {
   return table.rule.algorithm == Algorithm::sgd && table.table.storage != Storage::float16;
 }
 
-// SGD steps once per occurrence: it needs a row's occurrences in order, but not adjacent, unless the row is rounded
-// when it is written: then it must be written once, or results would depend on what comes between. Several threads on
-// one table need occurrences divided by row; one pass over the leading bits is enough, unless one range of rows would
-// then have more than `most_keys` (ids numbered by popularity crowd in the first range): then the result is false, and
-// nothing has moved. Dividing by the low bits, which ids of any popularity fill evenly, takes 1.2 of the time of the
-// sort by row that then follows.
+// Several threads on one table need occurrences divided by row. For SGD one pass over the leading bits is enough,
+// unless one range of rows would then have more than `most_keys` (ids numbered by popularity crowd in the first range):
+// then the result is false, and nothing has moved. Dividing by the low bits takes 1.2 of the time of the sort that
+// follows.
 bool divide_by_row(TablePlan& plan, int64_t most_keys, int num_threads) {
   const int bits = std::min(plan.row_bits, kLeadingBits), shift = plan.row_shift + plan.row_bits - bits;
   Pass pass(plan, shift, bits, num_threads);
@@ -230,6 +231,7 @@ void sort_all(std::vector<TablePlan>& plans, int num_threads, bool cut) {
   };
   std::vector<TablePlan*> alone;
   for (TablePlan& plan : plans) {
+    if (plan.once) continue;
     if (num_threads > 1 && plan.num_keys > kWorthSharing && plan.num_keys * num_threads > total) {
       sort(plan, num_threads);
     } else {
@@ -239,6 +241,55 @@ void sort_all(std::vector<TablePlan>& plans, int num_threads, bool cut) {
   std::sort(alone.begin(), alone.end(), [](auto* a, auto* b) { return a->num_keys > b->num_keys; });
   parallel_for(static_cast<int64_t>(alone.size()), num_threads,
                [&](int64_t task, int) { sort(*alone[static_cast<size_t>(task)], 1); });
+}
+
+// Moves the keys of rows that occur once to a plan of their own, where they need no order. The keys have none yet, and
+// rows that share a bucket count as one.
+TablePlan take_once(TablePlan& plan) {
+  constexpr int64_t kBucketsPerKey = 8, kPerWord = 32;
+  const uint64_t mask = std::bit_ceil(static_cast<uint64_t>(plan.num_keys * kBucketsPerKey)) - 1;
+  std::vector<uint64_t> found(mask / kPerWord + 1);  // two bits per bucket: 1 of one key, 3 of several
+  const auto bits_of = [&](uint64_t key) {
+    const uint64_t bucket = key >> plan.row_shift & mask;
+    return std::pair<uint64_t&, uint64_t>{found[bucket / kPerWord], bucket % kPerWord * 2};
+  };
+  for (int64_t i = 0; i < plan.num_keys; ++i) {
+    const auto [word, shift] = bits_of(plan.keys[i]);
+    word |= ((word >> shift & 1) * 2 + 1) << shift;
+  }
+  TablePlan once{.table = plan.table, .once = true, .keys = plan.keys, .sources = plan.sources};
+  once.row_shift = plan.row_shift;
+  once.source_shift = plan.source_shift;
+  int64_t rest = 0;
+  for (int64_t i = 0; i < plan.num_keys; ++i) {
+    const uint64_t key = plan.keys[i];
+    const auto [word, shift] = bits_of(key);
+    const bool several = word >> shift & 2;
+    once.keys[once.num_keys] = plan.spare[rest] = key;  // one of the two is overwritten
+    once.num_keys += !several;
+    rest += several;
+  }
+  plan.keys += once.num_keys;
+  plan.num_keys = rest;
+  std::copy_n(plan.spare, rest, plan.keys);
+  return once;
+}
+
+// Takes the rows that occur once from every table that may have many, and that one thread sorts.
+void take_all_once(std::vector<TablePlan>& plans, int num_threads) {
+  constexpr int64_t kWorthIt = 1 << 8;
+  int64_t total = 0;
+  for (const TablePlan& plan : plans) total += plan.num_keys;
+  std::vector<TablePlan> once(plans.size());
+  parallel_for(static_cast<int64_t>(plans.size()), num_threads, [&](int64_t t, int) {
+    TablePlan& plan = plans[static_cast<size_t>(t)];
+    const bool shared = num_threads > 1 && plan.num_keys * num_threads > total;
+    if (!shared && plan.num_keys >= kWorthIt && plan.table->table.num_rows >= 4 * plan.num_keys)
+      once[static_cast<size_t>(t)] = take_once(plan);
+  });
+  for (TablePlan& each : once) {
+    if (each.num_keys) plans.push_back(std::move(each));
+  }
 }
 
 // The ordered keys of all tables, in ranges of about equal bytes; no row is split.
@@ -309,7 +360,7 @@ void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t 
     const Range& range = ranges[static_cast<size_t>(task)];
     const TablePlan& plan = plans[range.owner];
     float* scratch = row_scratch + worker * row_floats;
-    if (in_parts) {
+    if (in_parts && !plan.once) {
       apply_sums(plan, range.first, range.last, scratch, scratch + (1 + kRowsTogether) * plan.table->table.dim);
     } else {
       set.update(plan.table->rule, plan.table->table, plan.table->states, occurrences_of(plan, range.first, range.last),
@@ -543,6 +594,7 @@ UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads, boo
   Plans plans;
   const UpdateResult result = make_plans(plans, tables, num_threads, in_parts);
   if (result != UpdateResult::done) return result;
+  if (in_parts) take_all_once(plans.tables, num_threads);
   sort_all(plans.tables, num_threads, !in_parts && !whole);
   apply_all(plans.tables, plans.row_scratch, plans.row_floats, num_threads, in_parts);
   return UpdateResult::done;

@@ -246,8 +246,35 @@ void add_segments(std::vector<TableUpdate>& tables, size_t num_features, const P
   }
 }
 
+// Sums of rows as ranks sent them: slots, table by table and in each piece by piece; by table and piece their number,
+// and where their sums begin among the words of the piece's message; by piece its leaf and its message.
+using SentSums = std::tuple<Ids, In<int64_t>, In<int64_t>, std::vector<int32_t>, std::vector<In<int32_t>>>;
+
+void add_sums(std::vector<TableUpdate>& tables, const SentSums& sums, const Nodes& nodes) {
+  const auto& [slots, counts, starts, leaves, messages] = sums;
+  const size_t num_pieces = leaves.size(), num_counts = tables.size() * num_pieces;
+  require(messages.size() == num_pieces && counts.size() == num_counts && starts.size() == num_counts,
+          "one message per piece, one count per table and piece");
+  const bool wide = is_wide(slots);
+  int64_t first = 0;
+  for (size_t i = 0; i < num_counts; ++i) {
+    TableUpdate& table = tables[i / num_pieces];
+    const In<int32_t>& words = messages[i % num_pieces];
+    const int64_t n = counts.data()[i], at = starts.data()[i], dim = table.table.dim;
+    require(0 <= n && first + n <= size(slots), "fewer slots than counts say");
+    require(n == 0 || (0 <= at && at + n * dim <= size(words)), "sums beyond their message");
+    const Bags bags{slots.data(), nullptr, nullptr, size(slots), n, first, Pooling::sum, wide};
+    Segment segment{bags, n ? reinterpret_cast<const float*>(words.data() + at) : nullptr, dim};
+    segment.leaf = leaves[i % num_pieces];
+    segment.node = node_of(nodes, segment.leaf);
+    if (n) table.segments.push_back(segment);
+    first += n;
+  }
+}
+
 int bind_update(size_t num_features, const Arrays& weights, const std::vector<const Arrays*>& states,
-                const Pending& pending, const std::vector<RuleNumbers>& rules, int num_threads) {
+                const Pending& pending, const std::vector<RuleNumbers>& rules, const std::optional<SentSums>& sums,
+                int num_threads) {
   require(rules.size() == weights.arrays.size(), "one rule per table");
   std::vector<TableUpdate> tables;
   for (size_t t = 0; t < weights.arrays.size(); ++t) {
@@ -255,7 +282,8 @@ int bind_update(size_t num_features, const Arrays& weights, const std::vector<co
     const Rule rule = rule_of(rules[t]);
     tables.push_back({rows, states_of(states, t, rule.algorithm, rows), rule, {}});
   }
-  const bool in_parts = count_parts(pending) > 1;
+  const bool in_parts = sums || count_parts(pending) > 1;
+  if (sums) add_sums(tables, *sums, {{0, INT32_MAX}});
   add_segments(tables, num_features, pending, 0, {{0, INT32_MAX}});
   nb::gil_scoped_release release;
   return static_cast<int>(update(tables, num_threads, in_parts));
@@ -274,9 +302,10 @@ using Summed =
 
 // Nothing if an id or offset is out of range.
 std::optional<Summed> bind_sum_rows(size_t num_features, const Arrays& weights, const Pending& pending, int32_t leaf,
-                                    const Nodes& nodes, int num_threads) {
+                                    const Nodes& nodes, const std::optional<SentSums>& sums, int num_threads) {
   std::vector<TableUpdate> tables;
   for (size_t t = 0; t < weights.arrays.size(); ++t) tables.push_back({weights.rows(t), {}, {}, {}});
+  if (sums) add_sums(tables, *sums, nodes);
   add_segments(tables, num_features, pending, leaf, nodes);
   SummedRows out;
   const auto result = without_gil([&] { return sum_rows(tables, nodes.size(), num_threads, out); });
@@ -358,13 +387,12 @@ std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, co
   return found;
 }
 
-// messages: words, number of nodes, and which rows to take. Returns counts and starts by table and piece, rows, sums;
-// nothing for words that pack_sums does not make.
-std::optional<std::tuple<std::vector<int64_t>, std::vector<int64_t>, Numbers, nb::ndarray<nb::numpy, float>>>
-bind_unpack_sums(const std::vector<std::tuple<In<int32_t>, int64_t, int>>& given,
-                 const std::vector<std::pair<size_t, size_t>>& pieces, const std::vector<int64_t>& first_keys,
-                 const std::vector<int64_t>& dims, const std::vector<int64_t>& prefix, bool only_rows,
-                 int num_threads) {
+// messages: words, number of nodes, and which rows to take. Returns counts and starts by table and piece, rows; nothing
+// for words that pack_sums does not make.
+std::optional<std::tuple<std::vector<int64_t>, std::vector<int64_t>, Numbers>> bind_unpack_sums(
+    const std::vector<std::tuple<In<int32_t>, int64_t, int>>& given,
+    const std::vector<std::pair<size_t, size_t>>& pieces, const std::vector<int64_t>& first_keys,
+    const std::vector<int64_t>& dims, const std::vector<int64_t>& prefix) {
   require(first_keys.size() == dims.size() + 1 && prefix.size() == dims.size(), "one of each per table");
   std::vector<ComingSums> messages;
   for (const auto& [words, num_nodes, taken] : given) {
@@ -375,12 +403,10 @@ bind_unpack_sums(const std::vector<std::tuple<In<int32_t>, int64_t, int>>& given
     require(m < messages.size() && static_cast<int64_t>(k) < messages[m].num_nodes, "no such node");
   }
   UnpackedSums out;
-  const bool good =
-      without_gil([&] { return unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out); });
+  const bool good = without_gil([&] { return unpack_sums(messages, pieces, first_keys, dims, prefix, out); });
   if (!good) return std::nullopt;
   return std::tuple{std::move(out.counts), std::move(out.starts),
-                    kept_array<int64_t>(std::move(out.rows), out.total_rows),
-                    kept_array<float>(std::move(out.sums), out.total_floats)};
+                    kept_array<int64_t>(std::move(out.rows), out.total_rows)};
 }
 
 // The bytes of a row of a table's array.

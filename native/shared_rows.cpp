@@ -179,8 +179,8 @@ std::vector<SumsMessage> pack_sums(const std::vector<NodeSums>& nodes, const Hom
 
 bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std::pair<size_t, size_t>>& pieces,
                  const std::vector<int64_t>& first_keys, const std::vector<int64_t>& dims,
-                 const std::vector<int64_t>& prefix, bool only_rows, int num_threads, UnpackedSums& out) {
-  const size_t num_tables = dims.size(), num_pieces = pieces.size();
+                 const std::vector<int64_t>& prefix, UnpackedSums& out) {
+  const size_t num_tables = dims.size();
   struct NodeRows {
     std::vector<int64_t> keys;
     std::vector<size_t> first, last;  // by table, of those to take
@@ -219,29 +219,16 @@ bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std:
       out.counts.push_back(static_cast<int64_t>(part.last[t] - part.first[t]));
       out.starts.push_back(part.starts[t]);
       out.total_rows += out.counts.back();
-      out.total_floats += out.counts.back() * dims[t];
     }
   }
   out.rows = std::make_unique<KeptPages>(static_cast<size_t>(out.total_rows) * sizeof(int64_t));
-  out.sums = std::make_unique<KeptPages>(static_cast<size_t>(only_rows ? 0 : out.total_floats) * sizeof(float));
   auto* rows = reinterpret_cast<int64_t*>(out.rows->bytes());
-  std::byte* to = out.sums->bytes();
-  std::vector<RowCopy> copies;
   for (size_t t = 0; t < num_tables; ++t) {
-    for (size_t p = 0; p < num_pieces; ++p) {
-      const auto& [m, k] = pieces[p];
+    for (const auto& [m, k] : pieces) {
       const NodeRows& part = parts[m][k];
-      const int64_t count = out.counts[t * num_pieces + p];
       for (size_t i = part.first[t]; i < part.last[t]; ++i) *rows++ = part.keys[i] - first_keys[t];
-      if (count && !only_rows) {
-        copies.push_back(
-            {reinterpret_cast<const std::byte*>(messages[m].words + part.starts[t]), nullptr, count, 4 * dims[t], to});
-        to += count * 4 * dims[t];
-      }
     }
   }
-  if (only_rows) out.total_floats = 0;
-  copy_rows(copies, num_threads);
   return true;
 }
 

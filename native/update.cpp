@@ -186,12 +186,10 @@ void descend_bags(const Rule rule, const Rows table, const Bags bags, const floa
     const int64_t begin = bags.begin(b), end = bags.begin(b + 1);
     const float* g = grad + b * stride;
     if (b + bags_ahead < bags.num_bags) prefetch_row<Into::l1>(g + bags_ahead * stride, 0, dim * 4);
-    const float share = bags.pooling == Pooling::mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < limit) fetch_row(i + kRowsAhead);
-      float scale = share;
-      if (bags.weights)
-        scale = bags.pooling == Pooling::mean ? bags.weights[i] / static_cast<float>(end - begin) : bags.weights[i];
+      const float weight_of = bags.weights ? bags.weights[i] : 1.0f;
+      const float scale = bags.pooling == Pooling::mean ? weight_of / static_cast<float>(end - begin) : weight_of;
       const P w = weights_from<P>(table, static_cast<uint64_t>(ids[i]) * static_cast<uint64_t>(dim));
       if constexpr (kDim) {
         if (bags.weights || i == begin) {

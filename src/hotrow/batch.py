@@ -138,11 +138,19 @@ class KeyedJaggedTensor:
 
     @classmethod
     def of_rows(cls, key: str, rows: Tensor, starts: Sequence[int]) -> KeyedJaggedTensor:
-        """Returns one bag of one id for each of `rows`, in micro-batches as `in_parts` has them. Nothing is checked,
-        since ranks make one for every table at every step."""
+        """Returns one bag of one id for each of `rows`, in micro-batches as `in_parts` has them."""
+        made = cls.unchecked((key,), rows, None, None, len(rows))
+        made.parts = tuple(starts)
+        return made
+
+    @classmethod
+    def unchecked(
+        cls, keys: tuple[str, ...], values: Tensor, weights: Tensor | None, offsets: Tensor | None, stride: int
+    ) -> KeyedJaggedTensor:
+        """Returns bags of one micro-batch, of which nothing is checked: for those who make some at every step."""
         made = cls.__new__(cls)
-        made.keys, made.values, made.weights, made._offsets = (key,), rows, None, None
-        made.stride, made.parts = len(rows), tuple(starts)
+        made.keys, made.values, made.weights, made._offsets = keys, values, weights, offsets
+        made.stride, made.parts = stride, None
         return made
 
     @classmethod
@@ -185,9 +193,8 @@ class KeyedJaggedTensor:
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
         """Returns the same bags with other ids: int32 or int64, as many as before."""
         assert values.shape == self.values.shape
-        changed = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
-        changed.keys, changed.weights, changed.stride = self.keys, self.weights, self.stride
-        changed.values, changed._offsets, changed.parts = values, self._offsets, self.parts
+        changed = self.unchecked(self.keys, values, self.weights, self._offsets, self.stride)
+        changed.parts = self.parts
         return changed
 
     def in_parts(self, starts: Sequence[int] | None) -> KeyedJaggedTensor:

@@ -97,9 +97,8 @@ def sums_of(counts: list[int], seed: int) -> tuple[FlatSums, list[Numbers]]:
     return FlatSums.of([RowSums(torch.from_numpy(own), g) for own, g in zip(slots, sums, strict=True)]), slots
 
 
-@looped("only_rows", [False, True])
 @looped("num_ranks", [1, 2, 3])
-def test_sums_travel_to_the_homes_of_their_rows(num_ranks: int, only_rows: bool) -> None:
+def test_sums_travel_to_the_homes_of_their_rows(num_ranks: int) -> None:
     """Two nodes of sums; each row's key and sum come to the rank that dictionaries say, and come out table by table.
     Then the same of rows below their table's prefix, and of the others."""
     row_of = [np.random.default_rng(9).permutation(n) for n in NUM_ROWS]
@@ -122,16 +121,14 @@ def test_sums_travel_to_the_homes_of_their_rows(num_ranks: int, only_rows: bool)
             )
             for taken in TAKEN:
                 message = ComingSums(words, 2, taken)
-                only = (only_rows,) if module is reference else ()
-                named = {} if module is reference else {"only_rows": only_rows}
-                found = module.unpack_sums([message], [(0, 1), (0, 0)], *args, PREFIX, *only, **named)  # type: ignore[attr-defined]
-                check_pieces(found, words, wanted, rank, taken, only_rows)
+                found = module.unpack_sums([message], [(0, 1), (0, 0)], *args, PREFIX)  # type: ignore[attr-defined]
+                check_pieces(found, words, wanted, rank, taken)
 
 
 def check_pieces(
-    found: Pieces, words: Tensor, wanted: dict[Any, dict[int, list[float]]], rank: int, taken: str, only_rows: bool
+    found: Pieces, words: Tensor, wanted: dict[Any, dict[int, list[float]]], rank: int, taken: str
 ) -> None:
-    rows, sums, counts = iter(found.rows.tolist()), iter(found.sums.tolist()), []
+    rows, counts = iter(found.rows.tolist()), []
     for t, dim in enumerate(DIMS):
         for p, node in enumerate((1, 0)):
             own = sorted(wanted.get((rank, node, t), {}).items())
@@ -140,9 +137,8 @@ def check_pieces(
             assert [*islice(rows, len(own))] == [row for row, _ in own]
             flat = [x for _, g in own for x in g]
             start = int(found.starts[t, p])
-            assert words[start : start + len(flat)].view(torch.float32).tolist() == flat
-            assert only_rows or [*islice(sums, len(flat))] == flat, (t, node, dim)
-    assert found.counts.ravel().tolist() == counts and not [*rows, *sums]
+            assert words[start : start + len(flat)].view(torch.float32).tolist() == flat, (t, node, dim)
+    assert found.counts.ravel().tolist() == counts and not [*rows]
 
 
 def test_a_damaged_message_of_sums_is_refused() -> None:

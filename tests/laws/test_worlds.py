@@ -23,7 +23,7 @@ from expanded import expanded
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
 from hotrow.optim import SparseOptimizer
-from hotrow.parallel import sharded, sharded_rows
+from hotrow.parallel import sharded_rows
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.messages import WireDtype
 from hotrow.parallel.ranks import Ranks
@@ -212,7 +212,6 @@ def truth_of(optimizer: str, micro_batches: int) -> dict[str, Any]:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> ThreadPool:
-    monkeypatch.setattr(sharded, "SMALL_BYTES", 60)  # some of these sums are less, and some more
     return ThreadPool()
 
 

@@ -163,7 +163,7 @@ def test_bytes_of_bags_and_vectors_against_messages(jagged: bool, num_rows: int,
         lengths = rng.integers(0, 4, 10) if jagged else np.ones(10, np.int64)
         ids = torch.from_numpy(rng.integers(0, 900, lengths.sum()))
         part = KeyedJaggedTensor(("item",), ids, lengths=torch.from_numpy(lengths) if jagged else None)
-        sent += _pack(part, "item", wide=num_rows > 1 << 31).nbytes
+        sent += _pack(part, [[("item", num_rows > 1 << 31)]])[0].nbytes
         sent += 2 * sum(words.nbytes for words in narrow([torch.zeros(10 * 16)], wire_dtype))
         num_ids += len(ids)
     unknown = Distinct(0.0)

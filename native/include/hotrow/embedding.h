@@ -131,15 +131,15 @@ struct ComingSums {
 struct UnpackedSums {
   std::vector<int64_t> counts;  // by table and piece
   std::vector<int64_t> starts;  // likewise, where sums begin among the words of their message
-  std::unique_ptr<KeptPages> rows, sums;
-  int64_t total_rows = 0, total_floats = 0;
+  std::unique_ptr<KeptPages> rows;
+  int64_t total_rows = 0;
 };
 
-// Takes messages apart. pieces: a message and a node of it each. Rows come out table by table, in each piece by piece,
-// and so do their sums, unless only_rows. False if a message is not one that pack_sums makes.
+// Takes messages apart. pieces: a message and a node of it each. Rows come out table by table, in each piece by
+// piece. False if a message is not one that pack_sums makes.
 bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std::pair<size_t, size_t>>& pieces,
                  const std::vector<int64_t>& first_keys, const std::vector<int64_t>& dims,
-                 const std::vector<int64_t>& prefix, bool only_rows, int num_threads, UnpackedSums& out);
+                 const std::vector<int64_t>& prefix, UnpackedSums& out);
 
 // Rows to copy one behind another to `to`: rows[0], rows[1], ... of `from`, or, if rows is null, its first ones.
 struct RowCopy {

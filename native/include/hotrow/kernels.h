@@ -40,8 +40,7 @@
 //   and no other thread has keys of the same row. Keys of one row are in order; they must also be adjacent, except for
 //   sgd with a storage that loses nothing (not float16). scratch: (1 + kRowsTogether) * dim floats.
 //
-// descend: update by sgd of the ids of one feature, in their order; ids and offsets are in range, the storage is not
-//   float16. scratch: dim floats.
+// descend: update by sgd, ids of one feature in their order, all in range; not float16. scratch: dim floats
 //
 // sum_rows: for each row r of the occurrences, and each node in which it occurs, in rising order:
 //     leaf l:        g = g_1 + g_2 + ...  of r's occurrences from sources of that leaf, in order, starting from g_1

@@ -39,6 +39,7 @@ from hotrow.kernels.types import (
     Pieces,
     RowSums,
     Rule,
+    SentSums,
     Shares,
 )
 from hotrow.tables import WHOLE, Births
@@ -348,20 +349,29 @@ class Kernels:
             self._raise_bad_ids(weights, sparse)
         return out
 
-    def update(self, weights: Arrays, states: Sequence[Arrays], pending: Lookups, rules: Sequence[Rule]) -> None:
+    def update(
+        self,
+        weights: Arrays,
+        states: Sequence[Arrays],
+        pending: Lookups,
+        rules: Sequence[Rule],
+        sums: SentSums | None = None,
+    ) -> None:
         """Runs backward and update of all tables in one pass, in place (`reference.update`).
 
         pending: lookups in forward order: the kernels that made each (these, or kernels for some of the features), the
         batch, and the gradient of the output [B, width] with contiguous rows. states: NUM_STATES of the algorithm.
         rules: one per table. If the batches are cut into micro-batches, a row's gradients are first summed as by
-        `row_sums`, and the rule is applied once to the sum. Raises ValueError for an id outside its table, and for
-        batches that are cut into different numbers of parts; then no row has changed.
+        `row_sums`, and the rule is applied once to the sum. sums: of rows of other tables than `pending`. Raises
+        ValueError for an id outside its table, and for batches that are cut into different numbers of parts; then no
+        row has changed.
         """
         types.count_parts(sparse for _, sparse, _ in pending)
         if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
             lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
+            lookups += [] if sums is None else sums.lookups(self.layout)
             state_tensors = [state.tensors for state in states]
             reference.update(self.layout, weights.tensors, state_tensors, lookups, rules, low=weights.low)
             return
@@ -371,6 +381,7 @@ class Kernels:
             [state.native for state in states],
             _native_lookups(pending),
             [rule.numbers for rule in rules],
+            _native_sums(sums),
             torch.get_num_threads(),
         )
         if result == 1:
@@ -389,25 +400,29 @@ class Kernels:
         dims = [tensor.shape[1] for tensor in weights.tensors]
         return {node: sums.tables(dims) for node, sums in self.flat_row_sums(weights, pending, leaves).items()}
 
-    def flat_row_sums(self, weights: Arrays, pending: Lookups, leaves: tuple[int, int]) -> dict[tree.Node, FlatSums]:
-        """As `row_sums`, with those of all tables of a node one behind another."""
+    def flat_row_sums(
+        self, weights: Arrays, pending: Lookups, leaves: tuple[int, int], sums: SentSums | None = None
+    ) -> dict[tree.Node, FlatSums]:
+        """As `row_sums`, with those of all tables of a node one behind another. sums: as for `update`."""
         types.count_parts(sparse for _, sparse, _ in pending)
         if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
             lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
+            lookups += [] if sums is None else sums.lookups(self.layout)
             found = reference.row_sums(self.layout, lookups, leaves)
             return {node: FlatSums.of(tables) for node, tables in found.items()}
         nodes = tree.aligned(*leaves)
+        lookups, threads = _native_lookups(pending), torch.get_num_threads()
         found = _native().sum_rows(
-            len(self._features), weights.native, _native_lookups(pending), leaves[0], nodes, torch.get_num_threads()
+            len(self._features), weights.native, lookups, leaves[0], nodes, _native_sums(sums), threads
         )
         if found is None:
             self._raise_altered(weights, pending)
-        num_rows, rows, sums = found
+        num_rows, rows, totals = found
         dims = [tensor.shape[1] for tensor in weights.tensors]
         floats = [sum(n * dim for n, dim in zip(counts, dims, strict=True)) for counts in num_rows]
-        each = torch.split(torch.from_numpy(rows), [*map(sum, num_rows)]), torch.split(torch.from_numpy(sums), floats)
+        each = torch.split(torch.from_numpy(rows), [*map(sum, num_rows)]), torch.split(torch.from_numpy(totals), floats)
         return {node: FlatSums(*own) for node, own in zip(nodes, zip(num_rows, *each, strict=True), strict=True)}
 
     def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
@@ -428,6 +443,13 @@ class Kernels:
 
 def _native_lookups(pending: Lookups) -> list[tuple[Any, ...]]:
     return [(kernels._native_layout, kernels._batch(sparse), *_views(grad)) for kernels, sparse, grad in pending]
+
+
+def _native_sums(sums: SentSums | None) -> Any:
+    if sums is None:
+        return None
+    counts, starts = (own.ravel() for own in (sums.pieces.counts, sums.pieces.starts))
+    return *_views(sums.slots), counts, starts, sums.leaves, _views(*sums.messages)
 
 
 def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
@@ -540,21 +562,18 @@ def unpack_sums(
     first_keys: Numbers,
     dims: Numbers,
     prefix: Sequence[int],
-    *,
-    only_rows: bool = False,
 ) -> Pieces:
-    """Returns rows and sums of some nodes (message, node) of messages (`reference.unpack_sums`). Raises RuntimeError if
+    """Returns the rows of some nodes (message, node) of messages (`reference.unpack_sums`). Raises RuntimeError if
     a message is not one that `pack_sums` makes."""
     if _native() is None:
-        return reference.unpack_sums(messages, pieces, first_keys, dims.tolist(), prefix, only_rows)
+        return reference.unpack_sums(messages, pieces, first_keys, dims.tolist(), prefix)
     each = [(*_views(words), num_nodes, types.TAKEN.index(taken)) for words, num_nodes, taken in messages]
-    threads = torch.get_num_threads()
-    found = _native().unpack_sums(each, pieces, first_keys.tolist(), dims.tolist(), prefix, only_rows, threads)
+    found = _native().unpack_sums(each, pieces, first_keys.tolist(), dims.tolist(), prefix)
     if found is None:
         raise RuntimeError("a message of another rank is damaged: its rows or their number are not those of this run")
-    counts, starts, rows, sums = found
-    counts, starts = (np.array(own, np.int64).reshape(len(dims), len(pieces)) for own in (counts, starts))
-    return Pieces(counts, starts, rows, torch.from_numpy(sums))
+    *numbers, rows = found
+    counts, starts = (np.array(own, np.int64).reshape(len(dims), len(pieces)) for own in numbers)
+    return Pieces(counts, starts, rows)
 
 
 def _shares(shares: Shares) -> Any:
@@ -606,8 +625,8 @@ class KernelSet:
 
     def without(self, kernels: Kernels, frozen: frozenset[int]) -> Kernels | None:
         """Returns `kernels` for an update that leaves the `frozen` tables alone; None if it updates no other."""
-        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen)
-        if len(kept) == len(kernels.layout.features):
+        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen) if frozen else ()
+        if not frozen or len(kept) == len(kernels.layout.features):
             return kernels
         if not kept:
             return None

@@ -340,10 +340,9 @@ def unpack_sums(
     first_keys: Numbers,
     dims: Sequence[int],
     prefix: Sequence[int],
-    only_rows: bool,  # noqa: FBT001
 ) -> Pieces:
-    """Returns rows and sums of some nodes (message, node) that `pack_sums` packed; prefix: by table."""
-    found: dict[tuple[int, int], list[tuple[Numbers, int, Tensor]]] = {}
+    """Returns the rows of some nodes (message, node) that `pack_sums` packed; prefix: by table."""
+    found: dict[tuple[int, int], list[tuple[Numbers, int]]] = {}
     for m, (words, num_nodes, taken) in enumerate(messages):
         keys, at = list[Numbers](), 0
         for _ in range(num_nodes):
@@ -356,15 +355,13 @@ def unpack_sums(
                 rows = own[first:end] - first_keys[t]
                 cut = 0 if taken == "all" else int(np.searchsorted(rows, prefix[t]))
                 lo, hi = (0, cut) if taken == "below_prefix" else (cut, len(rows))
-                start, stop = at + lo * dims[t], at + hi * dims[t]
-                found.setdefault((m, k), []).append((rows[lo:hi], start, words[start:stop].view(torch.float32)))
+                found.setdefault((m, k), []).append((rows[lo:hi], at + lo * dims[t]))
                 at += len(rows) * dims[t]
     tables = [[found[piece][t] for piece in pieces] for t in range(len(dims))]
-    counts = np.array([[len(rows) for rows, _, _ in own] for own in tables], np.int64).reshape(len(dims), -1)
-    starts = np.array([[start for _, start, _ in own] for own in tables], np.int64).reshape(len(dims), -1)
-    rows = np.concatenate([np.empty(0, np.int64), *(rows for own in tables for rows, _, _ in own)])
-    sums = torch.cat([torch.empty(0), *([] if only_rows else [sums for own in tables for _, _, sums in own])])
-    return Pieces(counts, starts, rows, sums)
+    counts = np.array([[len(rows) for rows, _ in own] for own in tables], np.int64).reshape(len(dims), -1)
+    starts = np.array([[start for _, start in own] for own in tables], np.int64).reshape(len(dims), -1)
+    rows = np.concatenate([np.empty(0, np.int64), *(rows for own in tables for rows, _ in own)])
+    return Pieces(counts, starts, rows)
 
 
 def pack_rows(

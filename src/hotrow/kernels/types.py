@@ -259,7 +259,7 @@ class ComingSums(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Sums of rows, table by table, and in each table piece by piece: a piece is a node of a message."""
+    """Rows of sums, table by table, and in each table piece by piece: a piece is a node of a message."""
 
     counts: Numbers
     """Number of rows by table and piece: [T, P]."""
@@ -267,8 +267,34 @@ class Pieces(NamedTuple):
     """Likewise, where their sums begin among the words of their message."""
     rows: Numbers
     """[n]."""
-    sums: Tensor
-    """float32, 1-dim; empty if only rows were asked for."""
+
+
+class SentSums(NamedTuple):
+    """Sums of rows as ranks sent them, for one update of all tables."""
+
+    slots: Tensor
+    """Of the rows of `pieces`, int32 or int64."""
+    pieces: Pieces
+    leaves: Sequence[int]
+    """By piece, its first micro-batch; rising."""
+    messages: Sequence[Tensor]
+    """By piece, its message."""
+    num_parts: int
+    """Number of micro-batches."""
+
+    def lookups(self, layout: Layout) -> list[tuple[Layout, KeyedJaggedTensor, Tensor]]:
+        """Returns the same as lookups of bags of one row: of each table, of a layout of one feature each, by piece."""
+        found, first = list[tuple[Layout, KeyedJaggedTensor, Tensor]](), 0
+        for t, feature in enumerate(layout.features):
+            own, dim = layout.sequence_of(feature.name), feature.columns.stop - feature.columns.start
+            for leaf, words, start, n in zip(
+                self.leaves, self.messages, self.pieces.starts[t], self.pieces.counts[t], strict=True
+            ):
+                parts = [0] * (leaf + 1) + [int(n)] * (self.num_parts - leaf)
+                bags = KeyedJaggedTensor.of_rows(feature.name, self.slots[first : first + n], parts)
+                found.append((own, bags, words[start : start + n * dim].view(torch.float32).view(-1, dim)))
+                first += int(n)
+        return found
 
 
 def row_key(seed: int, table: str) -> int:

@@ -56,7 +56,7 @@ class Buffers:
             self.ends[:] = 0
         firsts = self.ends.copy()
         self.ends += counts
-        if (self.ends > [len(array) for array in self.weights]).any():
+        if (self.ends > self._room).any():
             self._hold(self.ends)
         return firsts
 
@@ -68,6 +68,7 @@ class Buffers:
                 self.weights[t] = ops.allocate(size, old.shape[1], dtype=old.dtype)
                 self.weights[t][: len(old)] = old
                 self.row_of[t] = np.append(self.row_of[t], np.zeros(size - len(old), np.int64))
+        self._room = np.array([len(array) for array in self.weights])
         split = [array.dtype == torch.bfloat16 for array in self.weights]
         low = [
             ops.allocate(*array.shape, dtype=torch.int16, sparse=True) if own else None

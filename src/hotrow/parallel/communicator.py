@@ -7,6 +7,7 @@ different exchanges find out. Nobody waits for a head before it sends its messag
 
 from __future__ import annotations
 
+import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ from hotrow.kernels import ops
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.transport import InFlight, Transport
 
-COUNT_BYTES = 16
+_HEAD = struct.Struct("qq")
+COUNT_BYTES = _HEAD.size
 """Bytes of a head; `gather_number` sends no more."""
 MAX_ERROR_BYTES = 1 << 14
 """Bytes of an error's text that other ranks get."""
@@ -227,17 +229,17 @@ class Communicator:
         """Sends each rank a number: the bytes of a message or, as a number below 0, those of an error. Returns a
         function that waits for the other ranks' numbers and returns them by rank. number: which exchange this is."""
         mark = (number & 0x7FFFFFFF) << 32 | zlib.crc32(purpose.encode())
-        told = torch.tensor([[own, mark] for own in numbers]).view(torch.uint8)
+        told = [torch.frombuffer(bytearray(_HEAD.pack(own, mark)), dtype=torch.uint8) for own in numbers]
         received = [*told]
         come = self._receive([COUNT_BYTES] * self.size, _HEADS_TAG, received)
-        in_flight = [*come, *self._send([*told], _HEADS_TAG)]
+        in_flight = [*come, *self._send(told, _HEADS_TAG)]
         self.counts.add("counts", COUNT_BYTES * (self.size - 1))
 
         def heads() -> list[int]:
             with _named_errors():
                 for message in in_flight:
                     message.wait()
-            found, marks = torch.stack(received).view(torch.int64).T.tolist()
+            found, marks = map(list, zip(*(_HEAD.unpack(own.numpy().tobytes()) for own in received), strict=True))
             if (other := next((rank for rank, own in enumerate(marks) if own != mark), None)) is not None:
                 at = marks[other] >> 32
                 raise RuntimeError(
@@ -245,7 +247,7 @@ class Communicator:
                     f"{'' if at != number else ', of something else'}: all ranks must look up, train, score, save and "
                     "load in the same order; see what one of them left out, also for an empty batch"
                 )
-            return found  # type: ignore[no-any-return]
+            return found
 
         return heads
 

@@ -171,12 +171,16 @@ def sum_over_ranks(
     rank's, see `Outcome`.
     """
     micro_batches = comm.ranks.micro_batches
-    flat = [_joined([grad.view(-1) for grad in grads]) for _, *grads in nodes.values()]
-    head = _header({node: sums[0] for node, sums in nodes.items()}, found, stop, _are_small(flat, micro_batches))
-    slices = [(0, length)] * 2 if comm.size == 2 else [*pairwise(tree.starts(length, comm.size))]
-    words = [own.view(torch.int32) for own in flat]
-    made = {each: _joined([head, *(own[slice(*each)] for own in words)]) for each in dict.fromkeys(slices)}
-    arriving = comm.begin([made[each] for each in slices], purpose=PURPOSE)
+    grads = (grad.view(-1).view(torch.int32) for _, *each in nodes.values() for grad in each)
+    head = _header({node: sums[0] for node, sums in nodes.items()}, found, stop)
+    message = _joined([head, *grads])
+    message[_HEAD - 1] = _are_small(message[len(head) :].view(torch.float32), micro_batches)
+    slices, messages = [(0, length)] * 2, [message] * 2
+    if comm.size != 2:
+        head, sums = message[: len(head)], message[len(head) :].view(len(nodes), length)
+        slices = [*pairwise(tree.starts(length, comm.size))]
+        messages = [_joined([head, *sums[:, first:last]]) for first, last in slices]
+    arriving = comm.begin(messages, purpose=PURPOSE)
     others = meanwhile()
     first, last = slices[comm.rank]
     heard = [_Message.of(words, last - first) for words in arriving.wait()]
@@ -194,11 +198,13 @@ def sum_over_ranks(
     return Outcome(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
 
 
-def _are_small(gradients: Sequence[Tensor], micro_batches: int) -> bool:
+def _are_small(gradients: Tensor, micro_batches: int) -> bool:
     """Returns whether all numbers are finite, and no total of as many as there are micro-batches can overflow."""
+    if not len(gradients):
+        return True
     limit = torch.finfo(torch.float32).max / (2 * micro_batches)
-    ends = [torch.stack(torch.aminmax(own)).tolist() for own in gradients if len(own)]
-    return all(-limit <= low and high <= limit for low, high in ends)  # not so if one is NaN
+    low, high = torch.stack(torch.aminmax(gradients)).tolist()
+    return bool(-limit <= low and high <= limit)  # not so if one is NaN
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -212,10 +218,11 @@ def _added(left: Tensor, right: Tensor) -> Tensor:
     return torch.add(left, right, out=ops.empty(*left.shape))
 
 
-def _header(losses: Mapping[Node, Tensor], found: str, stop: int, is_small: bool) -> Tensor:  # noqa: FBT001
-    """Returns the words of a message before the slices, int32: numbers, nodes, losses, and text."""
+def _header(losses: Mapping[Node, Tensor], found: str, stop: int) -> Tensor:
+    """Returns the words of a message before the slices, int32: numbers, nodes, losses, and text. The last number says
+    whether the slices are small, and is 0 here."""
     text = found.encode(errors="backslashreplace")
-    numbers = [len(losses), len(text), stop, int(is_small), *(number for node in losses for number in node)]
+    numbers = [len(losses), len(text), stop, 0, *(number for node in losses for number in node)]
     words = [torch.tensor(numbers, dtype=torch.int32), *(loss.view(1).view(torch.int32) for loss in losses.values())]
     padded = bytearray(text.ljust(4 * _words_of(len(text))))
     return torch.cat([*words, torch.frombuffer(padded, dtype=torch.int32)] if text else words)

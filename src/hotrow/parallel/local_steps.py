@@ -76,7 +76,7 @@ class LocalSteps:
         keys = Keys([table.num_embeddings for table in self._tables], [own.sums.shape[1] for own in changes])
         ((words, heads),) = keys.pack_sums([FlatSums.of(changes)])
         told = self._comm.gather(words, purpose=PURPOSE, num_heads=heads)
-        come = [_tables(keys.unpack_sums([ComingSums(each, 1)], [(0, 0)]), keys.dims) for each in told]
+        come = [_tables(each, keys.unpack_sums([ComingSums(each, 1)], [(0, 0)]), keys.dims) for each in told]
         for t, (rows, own) in enumerate(before):
             self._add(t, rows, own, [each[t] for each in come])
             self._is_kept[t][rows] = False
@@ -104,8 +104,9 @@ class LocalSteps:
                 array.write(ids, columns[at].reshape(len(ids), *array.shape[1:]).to(array.dtype))
 
 
-def _tables(found: Pieces, dims: Numbers) -> list[RowSums]:
-    flat = FlatSums(found.counts[:, 0].tolist(), torch.from_numpy(found.rows), found.sums)
+def _tables(words: Tensor, found: Pieces, dims: Numbers) -> list[RowSums]:
+    sums = words[int(found.starts[0, 0]) :].view(torch.float32)
+    flat = FlatSums(found.counts[:, 0].tolist(), torch.from_numpy(found.rows), sums)
     return flat.tables(dims.tolist())
 
 

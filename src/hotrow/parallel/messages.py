@@ -53,12 +53,10 @@ class Keys:
         messages: Sequence[ComingSums],
         pieces: Sequence[tuple[int, int]],
         prefix: Sequence[int] | None = None,
-        *,
-        only_rows: bool = False,
     ) -> Pieces:
-        """The sums of some nodes (message, node), see `ops.unpack_sums`. prefix: by table; None takes all rows."""
+        """The rows of some nodes (message, node), see `ops.unpack_sums`. prefix: by table; None takes all rows."""
         prefix = [0] * len(self.dims) if prefix is None else prefix
-        return ops.unpack_sums(messages, pieces, self.first, self.dims, prefix, only_rows=only_rows)
+        return ops.unpack_sums(messages, pieces, self.first, self.dims, prefix)
 
     def exact(self, words: Tensor, num_nodes: int) -> Tensor:
         """Returns a message with its sums in float32."""

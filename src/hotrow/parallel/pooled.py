@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,11 +43,16 @@ _WIDE_ROWS = 1 << 31
 
 
 class Bags(NamedTuple):
-    """The bags of one feature over a whole batch."""
+    """The bags of one feature."""
 
-    ids: Numbers
+    ids: Sequence[Numbers]
+    """Of 32 bits if the table's fit in them, those of each rank in turn."""
     lengths: Tensor
     weights: Tensor | None
+
+    @property
+    def num_ids(self) -> int:
+        return sum(map(len, self.ids))
 
 
 class Served(NamedTuple):
@@ -55,22 +61,25 @@ class Served(NamedTuple):
     names: dict[int, list[str]]
     """The features of each table that this rank owns."""
     bags: dict[str, Bags]
-    """By feature, of these tables."""
+    """By feature, of these tables, over the whole batch."""
     strides: list[int]
     """By rank, the number of its samples."""
     asked: list[Tensor]
     """By rank, what it was asked for."""
 
     @property
-    def ids(self) -> dict[int, Numbers]:
-        """By table, the ids of its features one after another."""
-        return {t: np.concatenate([self.bags[name].ids for name in names]) for t, names in self.names.items()}
+    def ids(self) -> dict[int, list[Numbers]]:
+        """By table, the ids of its features one after another, in pieces."""
+        return {t: [own for name in names for own in self.bags[name].ids] for t, names in self.names.items()}
 
-    def cut(self, slots: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Returns by feature what is given by table for each of `ids`."""
-        found: dict[str, Tensor] = {}
+    def cut(self, slots: Mapping[int, slice]) -> dict[str, slice]:
+        """Returns by feature the place of its slots, given by table that of the slots of `ids`."""
+        found: dict[str, slice] = {}
         for t, names in self.names.items():
-            found.update(zip(names, torch.split(slots[t], [len(self.bags[name].ids) for name in names]), strict=True))
+            start = slots[t].start
+            for name in names:
+                found[name] = slice(start, start + self.bags[name].num_ids)
+                start = found[name].stop
         return found
 
 
@@ -108,10 +117,9 @@ class Pooled:
         self.features = [feature for feature in self.layout.features if feature.table in self.tables]
         self._comm, self._configs, self._wire_dtype = comm, tables, wire_dtype
         self._shards = shards
-        self._bundles = [
-            _bundles([self._of(f, rank) for f in self.features if rank in shards[f.table].owners])
-            for rank in range(comm.size)
-        ]
+        self._owned = [[f for f in self.features if rank in shards[f.table].owners] for rank in range(comm.size)]
+        """By owner, the features that it pools."""
+        self._bundles = [_bundles([self._of(f, rank) for f in own]) for rank, own in enumerate(self._owned)]
         """By owner, with the columns that it pools."""
         self._kernels: dict[tuple[str, ...], ops.Kernels] = {}
         self._batches: dict[int, PooledBatch] = {}
@@ -130,9 +138,13 @@ class Pooled:
         if names.isdisjoint(sparse.keys):
             return sparse
         kept = [sparse.span(key) for key in sparse.keys if key not in names]
-        lengths = sparse.lengths.clone().view(len(sparse.keys), sparse.stride)
-        lengths[[key in names for key in sparse.keys]] = 0
-        return KeyedJaggedTensor(sparse.keys, *_cut(sparse, kept), lengths=lengths.view(-1))
+        offsets = torch.zeros(len(sparse.keys) * sparse.stride + 1, dtype=torch.int64)
+        values, weights = _cut(sparse, kept)
+        if len(values):
+            lengths = sparse.lengths.view(len(sparse.keys), sparse.stride)
+            lengths[[key in names for key in sparse.keys]] = 0
+            torch.cumsum(lengths.view(-1), 0, out=offsets[1:])
+        return KeyedJaggedTensor.unchecked(sparse.keys, values, weights, offsets, sparse.stride)
 
     def requests(self, sparse: KeyedJaggedTensor, *, training: bool) -> list[Tensor]:
         """Returns by rank the bags of this rank's samples in tables of that rank, as words of 32 bits.
@@ -145,12 +157,9 @@ class Pooled:
         check_ids(self.layout, self._configs, sparse, spans)
         if sparse.weights is not None:
             self._check_weights(sparse, sparse.weights, training=training)
-        found: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(self._comm.size)]
-        for feature in self.features:
-            words = _pack(sparse, feature.name, wide=_is_wide(self._configs[feature.table]))
-            for owner in self._shards[feature.table].owners:
-                found[owner].append(words)
-        return [torch.cat(words) for words in found]
+        return _pack(
+            sparse, [[(feature.name, _is_wide(self._configs[feature.table])) for feature in own] for own in self._owned]
+        )
 
     def _check_weights(self, sparse: KeyedJaggedTensor, weights: Tensor, *, training: bool) -> None:
         if weights.requires_grad and torch.is_grad_enabled():
@@ -173,14 +182,12 @@ class Pooled:
 
     def serve(self, words: Sequence[Tensor], strides: list[int], asked: list[Tensor]) -> Served:
         """Returns what this rank is to pool. words: by rank, its `requests` here; asked: this rank's, of all ranks."""
-        rest, names, bags = list(words), defaultdict[int, list[str]](list), {}
-        for feature in self.features:
-            if self._comm.rank in self._shards[feature.table].owners:
-                wide = _is_wide(self._configs[feature.table])
-                each = [_unpack(own, n, wide=wide) for own, n in zip(rest, strides, strict=True)]
-                rest = [own[length:] for own, (_, length) in zip(rest, each, strict=True)]
-                bags[feature.name] = _joined([own for own, _ in each])
-                names[feature.table].append(feature.name)
+        names, own = defaultdict[int, list[str]](list), self._owned[self._comm.rank]
+        wide = [_is_wide(self._configs[feature.table]) for feature in own]
+        each = [_unpack(come, n, wide) for come, n in zip(words, strides, strict=True)]
+        for feature in own:
+            names[feature.table].append(feature.name)
+        bags = {feature.name: _joined(of_ranks) for feature, of_ranks in zip(own, zip(*each, strict=True), strict=True)}
         return Served(names, bags, strides, asked)
 
     def is_of(self, served: Served, sparse: KeyedJaggedTensor) -> bool:
@@ -189,16 +196,23 @@ class Pooled:
         return all(torch.equal(one, other) for one, other in zip(served.asked, now, strict=True))
 
     def begin(
-        self, served: Served, slots: Callable[[], Mapping[int, Tensor]], sparse: KeyedJaggedTensor, *, training: bool
+        self,
+        served: Served,
+        slots: Callable[[], tuple[Tensor, Mapping[int, slice]]],
+        sparse: KeyedJaggedTensor,
+        *,
+        training: bool,
     ) -> Callable[[], PooledBatch]:
         """Pools for all ranks, and sends the vectors. Returns a function that waits for the vectors of this rank's
-        samples. slots: returns by table the slots of the ids below. If it raises, all ranks raise when they wait."""
+        samples. slots: returns slots below, and by table the place of those of its ids. If it raises, all ranks raise
+        when they wait."""
         starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
 
         def vectors() -> list[Tensor]:
-            cut, own = served.cut(slots()), self._bundles[self._comm.rank]
-            found[:] = [self._bags_below(bundle, served, cut).in_parts(starts) for bundle in own]
+            (values, places), own = slots(), self._bundles[self._comm.rank]
+            cut = served.cut(places)
+            found[:] = [self._bags_below(bundle, served, values, cut).in_parts(starts) for bundle in own]
             return self._vectors(own, found, served.strides)
 
         arriving = self._comm.begin(vectors, purpose="pooled")
@@ -214,11 +228,14 @@ class Pooled:
 
         return bring
 
-    def _bags_below(self, bundle: Bundle, served: Served, slots: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    def _bags_below(self, bundle: Bundle, served: Served, slots: Tensor, cut: Mapping[str, slice]) -> KeyedJaggedTensor:
         bags = [served.bags[feature.name] for feature in bundle]
         lengths = torch.cat([own.lengths for own in bags])
         weights = [own.weights for own in bags if own.weights is not None]  # of all, or of none
-        names, values = [self._configs[f.table].name for f in bundle], torch.cat([slots[f.name] for f in bundle])
+        names, values = (
+            [self._configs[f.table].name for f in bundle],
+            _joined_spans(slots, [cut[f.name] for f in bundle]),
+        )
         one_hot = bool((lengths == 1).all())
         return KeyedJaggedTensor(
             names, values, torch.cat(weights) if weights else None, lengths=None if one_hot else lengths
@@ -346,9 +363,14 @@ def only(sparse: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
 
 def _cut(sparse: KeyedJaggedTensor, spans: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
     """Returns ids and weights of some spans, one after another."""
-    values = torch.cat([sparse.values[:0], *(sparse.values[span] for span in spans)])
-    weights = sparse.weights
-    return values, None if weights is None else torch.cat([weights[:0], *(weights[span] for span in spans)])
+    return _joined_spans(sparse.values, spans), None if sparse.weights is None else _joined_spans(sparse.weights, spans)
+
+
+def _joined_spans(values: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Returns some spans of values [n] end to end: where they are, if each begins where the one before it ends."""
+    if all(own.stop == after.start for own, after in pairwise(spans)):
+        return values[spans[0].start : spans[-1].stop] if spans else values[:0]
+    return torch.cat([values[span] for span in spans])
 
 
 def _bundles(features: Sequence[Feature]) -> list[Bundle]:
@@ -392,34 +414,44 @@ def _is_wide(table: TableConfig) -> bool:
     return table.num_embeddings > _WIDE_ROWS
 
 
-def _pack(sparse: KeyedJaggedTensor, name: str, *, wide: bool) -> Tensor:
-    """Returns a head, lengths if they differ, ids of 32 bits (wide: 64), and weights if there are any."""
-    k, span = sparse.keys.index(name), sparse.span(name)
-    values, weights = sparse.values[span], None if sparse.weights is None else sparse.weights.detach()[span]
-    length, lengths = 1, torch.empty(0, dtype=torch.int32)
-    if not sparse.one_hot:
-        own = sparse.offsets[k * sparse.stride : (k + 1) * sparse.stride + 1].diff()
-        length = int(own[0]) if len(own) else 0
-        if not bool((own == length).all()):
-            length, lengths = -1, own.to(torch.int32)
-    head = torch.tensor([len(values), length, int(weights is not None)], dtype=torch.int32)
-    ids = values.to(torch.int64).view(torch.int32) if wide else values.to(torch.int32)
-    return torch.cat([head, lengths, ids, *([] if weights is None else [weights.view(torch.int32)])])
+def _pack(sparse: KeyedJaggedTensor, wanted: Sequence[Sequence[tuple[str, bool]]]) -> list[Tensor]:
+    """Returns messages of bags, each of some features, and whether their ids take 64 bits: the features' heads; then
+    the lengths of those whose bags differ; then ids; then weights, if there are any."""
+    lengths = sparse.lengths.view(len(sparse.keys), sparse.stride).to(torch.int32)
+    differ = (lengths != lengths[:, :1]).any(1).tolist()
+    first, ids, ends = lengths[:, :1].sum(1).tolist(), sparse.values.to(torch.int32), sparse.key_ends()
+    weights = None if sparse.weights is None else sparse.weights.detach().view(torch.int32)
+    found = []
+    for features in wanted:
+        at = [(sparse.keys.index(name), wide) for name, wide in features]
+        spans = [(slice(ends[k], ends[k + 1]), wide) for k, wide in at]
+        heads = [[ends[k + 1] - ends[k], -1 if differ[k] else first[k], int(weights is not None)] for k, _ in at]
+        words = [torch.tensor(heads, dtype=torch.int32).view(-1), *(lengths[k] for k, _ in at if differ[k])]
+        words += [sparse.values[own].to(torch.int64).view(torch.int32) if wide else ids[own] for own, wide in spans]
+        words += [weights[own] for own, _ in spans] if weights is not None else []
+        found.append(torch.cat(words))
+    return found
 
 
-def _unpack(words: Tensor, num_bags: int, *, wide: bool) -> tuple[Bags, int]:
-    """Returns the bags that `_pack` was given, and how many of the words hold them; others may follow."""
-    num_ids, length, weighted = words[:_HEAD].tolist()
-    sizes = [num_bags * (length < 0), num_ids << wide, num_ids * weighted]
-    lengths, ids, weights = torch.split(words[_HEAD : _HEAD + sum(sizes)], sizes)
-    numbers = ids.clone().view(torch.int64) if wide else ids.to(torch.int64)  # a copy, which lies aligned
-    each = torch.full((num_bags,), length) if length >= 0 else lengths.to(torch.int64)
-    return Bags(numbers.numpy(), each, weights.view(torch.float32) if weighted else None), _HEAD + sum(sizes)
+def _unpack(words: Tensor, num_bags: int, wide: Sequence[bool]) -> list[Bags]:
+    """Returns the bags that `_pack` was given, by feature."""
+    heads, num = words[: _HEAD * len(wide)].view(-1, _HEAD).tolist(), len(wide)
+    sizes = [num_bags * (length < 0) for _, length, _ in heads]
+    sizes += [num_ids << twice for (num_ids, _, _), twice in zip(heads, wide, strict=True)]
+    sizes += [num_ids * weighted for num_ids, _, weighted in heads]
+    parts, found = torch.split(words[_HEAD * num :], sizes), []
+    for (_, length, weighted), twice, own, ids, weights in zip(
+        heads, wide, parts[:num], parts[num : 2 * num], parts[2 * num :], strict=True
+    ):
+        lengths = torch.full((num_bags,), length) if length >= 0 else own.to(torch.int64)
+        numbers = ids.clone().view(torch.int64) if twice else ids  # a copy lies aligned
+        found.append(Bags([numbers.numpy()], lengths, weights.view(torch.float32) if weighted else None))
+    return found
 
 
 def _joined(each: Sequence[Bags]) -> Bags:
     """Returns the bags of several ranks, one after another. Those of a rank without weights, or ids, weigh 1."""
     weights = None
     if any(own.weights is not None for own in each):
-        weights = torch.cat([torch.ones(len(own.ids)) if own.weights is None else own.weights for own in each])
-    return Bags(np.concatenate([own.ids for own in each]), torch.cat([own.lengths for own in each]), weights)
+        weights = torch.cat([torch.ones(own.num_ids) if own.weights is None else own.weights for own in each])
+    return Bags([ids for own in each for ids in own.ids], torch.cat([own.lengths for own in each]), weights)

@@ -27,7 +27,7 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.keys import pack, unpack
-from hotrow.kernels.types import ComingSums, Distinct, Layout, Pieces, Rule
+from hotrow.kernels.types import ComingSums, Distinct, Layout, Rule, SentSums
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator
@@ -43,8 +43,6 @@ from hotrow.placement.budget import DeviceMemory
 from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
-SMALL_BYTES = 1 << 17
-"""Sums of this size, the mean of tables and nodes, are copied in the time that lookups of their own take."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 
@@ -168,6 +166,7 @@ class Sharded(Placement):
     ) -> None:
         self.comm, self.tables, self.shards = comm, tuple(tables), tuple(shards)
         self.below: Placement = below
+        self._names = tuple(table.name for table in tables)
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
@@ -281,10 +280,10 @@ class Sharded(Placement):
             lease, own_slots = self.below.take(asked.below, training=training)
             return self._rows_for_others(asked, own_slots, firsts)
 
-        def slots_to_pool() -> dict[int, Tensor]:
+        def slots_to_pool() -> tuple[Tensor, dict[int, slice]]:
             if lease is None:
                 come[:] = rows_for_others()  # empty: only its own rows are put into their slots
-            return self._pooled_slots(asked, own_slots)
+            return own_slots.values, self._pooled_slots(asked, own_slots)
 
         try:
             starts = self._starts(asked.strides, sparse.parts) if training else None
@@ -301,7 +300,7 @@ class Sharded(Placement):
                 lease.release(updated=False)
             raise
         assert lease is not None
-        bags = sparse if batch is None else self._pooled.without(sparse)
+        bags = sparse if batch is None else asked.sparse
         slots = bags.with_values(self._fill(asked, come, firsts)).in_parts(starts)
         ended = (lambda: None) if batch is None else self._pooled.keep(batch, slots)
         own = ShardLease(self._buffers.live, lease, ended)
@@ -406,7 +405,7 @@ class Sharded(Placement):
             )
 
     def _by_table(
-        self, keys: Sequence[Numbers], counts: Sequence[Numbers], pooled: Mapping[int, Numbers]
+        self, keys: Sequence[Numbers], counts: Sequence[Numbers], pooled: Mapping[int, Sequence[Numbers]]
     ) -> tuple[Numbers, Numbers]:
         """Returns the rows of several lists of keys, each table by table, of all tables in turn, behind those of a
         table its `pooled` ids; and the number of rows of each table. counts: by list, of each table."""
@@ -417,42 +416,45 @@ class Sharded(Placement):
                 start = end[t - 1] if t else 0
                 if end[t] > start:
                     pieces.append(own[start : end[t]] - first_key)
-            if t in pooled:
-                pieces.append(pooled[t])
+            pieces.extend(pooled.get(t, ()))
         lengths = np.sum(counts, axis=0)
-        for t, own in pooled.items():
-            lengths[t] += len(own)
-        return np.concatenate([np.empty(0, np.int64), *pieces]), lengths
+        for t, each in pooled.items():
+            lengths[t] += sum(map(len, each))
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int64), lengths
 
     def _lookup_below(self, rows: Numbers, counts: Numbers) -> KeyedJaggedTensor:
         """Returns a batch of one bag for each table, of rows of this rank's shard, table by table."""
-        names = tuple(table.name for table in self.tables)
-        return KeyedJaggedTensor(names, torch.from_numpy(rows), lengths=torch.from_numpy(counts))
+        offsets = torch.from_numpy(np.concatenate([[0], counts.cumsum()]))
+        return KeyedJaggedTensor.unchecked(self._names, torch.from_numpy(rows), None, offsets, 1)
 
     def _rows_for_others(self, asked: Asked, slots: KeyedJaggedTensor, firsts: Numbers) -> list[Tensor]:
         """Returns the rows for each rank as bytes; puts those that this rank needs of its own into their slots."""
         counts = np.concatenate([asked.counts[:, :1], asked.given.T], axis=1)
         pooled = asked.below.lengths.numpy() - counts.sum(1)
         messages = [ops.empty(int(own @ self._row_bytes), dtype=torch.uint8) for own in asked.given]
+        if not counts.any():
+            return messages
         rows, groups = slots.values.long(), np.concatenate([counts, pooled[:, None]], axis=1)
         ops.pack_rows(self.below.arrays, rows, groups, self._buffers.arrays, firsts.tolist(), messages)
         sizes = (asked.given * self._keys.dims).tolist()
         return [recast(*each, self._stored, self._sent) for each in zip(messages, sizes, strict=True)]
 
-    def _pooled_slots(self, asked: Asked, slots: KeyedJaggedTensor) -> dict[int, Tensor]:
-        """Returns by table the slots below of the ids that this rank pools."""
+    def _pooled_slots(self, asked: Asked, slots: KeyedJaggedTensor) -> dict[int, slice]:
+        """Returns by table which of the slots below are those of the ids that this rank pools."""
         assert asked.served is not None
-        before = asked.counts[:, HELD] + asked.given.sum(0)
-        return {t: slots.bags(self.tables[t].name)[0][int(before[t]) :] for t in asked.served.names}
+        before, ends = asked.counts[:, HELD] + asked.given.sum(0), slots.key_ends()
+        return {t: slice(ends[t] + int(before[t]), ends[t + 1]) for t in asked.served.names}
 
     def _fill(self, asked: Asked, come: Sequence[Tensor], firsts: Numbers) -> Tensor:
         """Puts rows of other ranks into their slots; returns the slot of each id of the batch."""
+        slots = torch.zeros_like(asked.sparse.values)
+        if not len(slots):
+            return slots
         sizes = (asked.counts[:, 1:].T * self._keys.dims).tolist()
         stored = [recast(*each, self._sent, self._stored) for each in zip(come, sizes, strict=True)]
         ops.unpack_rows(stored, asked.counts, self._buffers.arrays, firsts.tolist())
         for row_of, first, rows in zip(self._buffers.row_of, firsts.tolist(), asked.rows, strict=True):
             row_of[first : first + len(rows)] = rows
-        slots = torch.zeros_like(asked.sparse.values)
         numbers, done = slots.numpy(), 0
         for t, start, stop in asked.spans:
             numbers[start:stop] = asked.places[done : done + stop - start] + firsts[t]
@@ -492,12 +494,13 @@ class Sharded(Placement):
         if not alone and any(self._prefix):
             rest = [own._replace(sums=own.sums._replace(taken="from_prefix")) for own in come]
             come = [*self._replicated(come), *rest]
-        found, leaves = self._unpacked(come, may_stay=True)
-        counts = found.counts.sum(1)
+        found = self._unpacked(come)
+        counts = found.pieces.counts.sum(1)
         if alone:
-            self._local_steps.keep(attached, np.split(found.rows, counts.cumsum()[:-1]))
-        lease, slots = self.below.take(self._lookup_below(found.rows, counts), training=False)
-        self.below.update([*self._lookups_below(found, leaves, slots.values, come), *pooled], attached, rules)
+            self._local_steps.keep(attached, np.split(found.pieces.rows, counts.cumsum()[:-1]))
+        lease, slots = self.below.take(self._lookup_below(found.pieces.rows, counts), training=False)
+        sums, below = found._replace(slots=slots.values), self.below
+        below.kernels.pooled.update(below.arrays, attached.arrays, pooled, rules, sums)
         lease.release(updated=True)
         if self._local_steps.num_steps == self.merge_every:
             self.merge()
@@ -615,54 +618,20 @@ class Sharded(Placement):
         """Adds up the sums of replicated rows that came here, and tells the totals to all ranks. Returns what they
         tell, which counts as of the first micro-batch."""
         common = [own._replace(sums=own.sums._replace(taken="below_prefix")) for own in come]
-        found, leaves = self._unpacked(common)
-        lookups = self._lookups_below(found, leaves, torch.from_numpy(found.rows), common)
-        whole = 0, tree.width(self.comm.ranks.micro_batches)
-        sums = self.below.kernels.pooled.flat_row_sums(self.below.arrays, lookups, whole)[whole]
+        whole, kernels = (0, tree.width(self.comm.ranks.micro_batches)), self.below.kernels.pooled
+        sums = kernels.flat_row_sums(self.below.arrays, [], whole, self._unpacked(common))[whole]
         ((words, heads),) = self._keys.pack_sums([sums])
         told = self.comm.gather(words, purpose="replicated", num_heads=heads)
         return [Come(ComingSums(self._keys.exact(each, 1), 1), [0]) for each in told]
 
-    def _unpacked(self, come: Sequence[Come], *, may_stay: bool = False) -> tuple[Pieces, list[tuple[int, int, int]]]:
-        """Returns the rows of messages and their sums, and of each piece its first micro-batch, message and node, in
-        the order of micro-batches.
-
-        may_stay: large sums stay where they are. Small ones are always put together, for one lookup of each table:
-        one for each node and table would make many ranks slow.
-        """
+    def _unpacked(self, come: Sequence[Come]) -> SentSums:
+        """Returns the sums of messages, in the order of micro-batches, with rows for slots."""
         each = ((leaf, m, k) for m, own in enumerate(come) for k, leaf in enumerate(own.leaves))
         leaves = sorted(each, key=itemgetter(0))
-        num_bytes = sum(own.sums.words.nbytes for own in come)
-        large = may_stay and num_bytes > SMALL_BYTES * len(leaves) * len(self.tables)
         messages, pieces = [own.sums for own in come], [(m, k) for _, m, k in leaves]
-        return self._keys.unpack_sums(messages, pieces, self._prefix, only_rows=large), leaves
-
-    def _lookups_below(
-        self, found: Pieces, leaves: Sequence[tuple[int, int, int]], slots: Tensor, come: Sequence[Come]
-    ) -> ops.Lookups:
-        """The sums of each table as lookups below of bags of one row, by micro-batch; slots: of `found.rows`."""
-        lookups, T = list[Any](), len(self.tables)
-        groups = [[*range(len(leaves))]] if len(found.sums) else [[p] for p in range(len(leaves))]
-        parts = np.zeros((len(groups), T, self.comm.ranks.micro_batches + 1), np.int64)
-        for g, group in enumerate(groups):
-            for p in group:
-                parts[g, :, leaves[p][0] + 1] += found.counts[:, p]
-        ends, dims = parts.cumsum(2).tolist(), self._keys.dims.tolist()
-        first = at = 0
-        for t, name in enumerate(self.weights):
-            for g, group in enumerate(groups):
-                num, dim = ends[g][t][-1], dims[t]
-                if not num:
-                    continue
-                if len(found.sums):
-                    sums = found.sums[at : at + num * dim]
-                else:
-                    start = int(found.starts[t, group[0]])
-                    sums = come[leaves[group[0]][1]].sums.words[start : start + num * dim].view(torch.float32)
-                bags = KeyedJaggedTensor.of_rows(name, slots[first : first + num], ends[g][t])
-                lookups.append((self.below.kernels.sequences[name], bags, sums.view(num, dim)))
-                first, at = first + num, at + num * dim
-        return lookups
+        found = self._keys.unpack_sums(messages, pieces, self._prefix)
+        words, parts = [messages[m].words for m, _ in pieces], self.comm.ranks.micro_batches
+        return SentSums(torch.from_numpy(found.rows), found, [leaf for leaf, _, _ in leaves], words, parts)
 
     # ---- optimizer states, and rows by their ids
 
