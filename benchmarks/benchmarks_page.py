@@ -73,20 +73,20 @@ marked "disturbed": it decides no promise and enters no range. `python -m benchm
 still to be measured on which processor. Up to November 2026, rounds with other processes on the processors counted as
 clean.
 
-**The limit** is what the hardware allows, by a separate loop (native/limit.cpp). For embeddings it moves the same rows,
-and the pooled rows and their gradient once. For an MLP it is the arithmetic at the highest rate that a large torch.mm
-or bare multiply-adds in registers reach. For the interaction it is the larger of moving its operands and of its
-arithmetic. For a whole step, where it is called the floor, it is the sum of rows, interaction and products. A share
-above 100 % means that the loop missed something the kernels do, and has to be fixed.
+**The limit** is what the hardware allows, by a separate loop (native/limit.cpp). For embeddings it moves the same
+rows, an update's distinct ones (in brackets: the row of every occurrence), and the pooled rows and their gradient.
+For an MLP it is the arithmetic at the highest rate that a large torch.mm or bare multiply-adds in registers reach.
+For the interaction it is the larger of moving its operands and of its arithmetic. For a whole step, where it is
+called the floor, it is the sum of rows, interaction and products. A share above 100 % means that the loop missed
+something the kernels do, and has to be fixed.
 
 **torch** runs on huge pages (THP_MEM_ALLOC_ENABLE=1). It multiplies by MKL, which on Zen 5 picks code that is half as
 fast as the processor allows. `--mkl-as-intel` tells MKL that it runs on an Intel processor; no torch installation does
 that by itself. A peer that is not installed is skipped and named.
 
-**Known gaps.** The limits of Zen 5 are from 22 November 2026. Those of rows come from a loop that shared the cores with
-torch's spinning threads. The loop has been fixed since; shares above 100 % have to be measured again, and shares of the
-interaction are left out until then. Whole steps on Zen 3 with AVX2 were measured on a disturbed machine only, so no
-figure of them is shown."""
+**Known gaps.** The limits of Zen 5 are from 22 November 2026, those of rows from a loop beside torch's spinning
+threads: shares above 100 % have to be measured again, and shares of the interaction are left out until then. Whole
+steps on Zen 3 with AVX2 were measured on a disturbed machine only, so no figure of them is shown."""
 
 
 # ---- promises

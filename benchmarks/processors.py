@@ -87,9 +87,12 @@ def milliseconds(found: Iterable[Cell], key: str = "ours_ms") -> str:
 
 
 def share(found: ByProcessor) -> str:
-    """The range of the shares of the machine's limit."""
-    known = [100 * cell["share_of_limit"] for cell in found.values() if cell.get("share_of_limit") is not None]
-    return between(known, "{:.0f}", "%")
+    """The range of the shares of the machine's limit; in brackets of the one in which every occurrence counts."""
+    limit, touches = (
+        between((100 * cell[key] for cell in found.values() if cell.get(key) is not None), "{:.0f}", "%")
+        for key in ("share_of_limit", "share_of_touches")
+    )
+    return f"{limit} ({touches})" if touches else limit
 
 
 def verdict(found: ByProcessor, tell: Callable[[Cell], str]) -> str:
