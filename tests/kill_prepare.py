@@ -1,9 +1,7 @@
-"""Run preparation in child processes that SIGKILL themselves at a chosen rename, then let it finish; print the hashes.
-
-    run_forked(KILL_PREPARE, LOGS, FOLDER, NUM_KILLS, [BASE])
+"""Preparation in child processes that SIGKILL themselves at a chosen rename, and then go on to the same bytes.
 
 Renames are where state becomes durable, so between any two of them a kill finds what a real one would. Children are
-forked before any thread exists. It prints JSON: hashes of an undisturbed run, and per kill of the continued one.
+forked before any thread exists.
 """
 
 import itertools
@@ -14,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forked import run_forked
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.prepare import _Earlier
 from hotrow.data.sources.options import ReadOptions
@@ -21,7 +20,12 @@ from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import SplitSpec
 from prepare_data import SCHEMA, file_hashes
 
-KILL_PREPARE = "import json, kill_prepare; print(json.dumps(kill_prepare.main()))"
+
+def check_kills(logs: Path, folder: Path, num_kills: int, *base: Path) -> None:
+    """base: the dataset of the day before, if `logs` are those of a next day."""
+    program = "import kill_prepare; kill_prepare.main()"
+    done = run_forked(program, logs, folder, num_kills, *base, timeout_s=300)
+    assert done.returncode == 0, done.stderr
 
 
 def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before") -> None:
@@ -63,12 +67,12 @@ def in_child(*args: Any) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def main() -> dict[str, Any]:
-    """Hashes of all runs."""
+def main() -> None:
     logs, folder, num_kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     assert in_child(logs, folder / "plain") == 0
     num_renames = int((folder / "plain.renames").read_text())
-    result: dict[str, Any] = {"renames": num_renames, "plain": file_hashes(folder / "plain"), "killed": {}}
+    plain = file_hashes(folder / "plain")
+    assert num_renames > 20
     for i in range(num_kills):
         kill_at, when = 2 + i * (num_renames - 2) // (num_kills - 1), "before" if i % 2 else "after"
         out = folder / f"killed-{i}"
@@ -78,5 +82,4 @@ def main() -> dict[str, Any]:
             assert in_child(logs, out) != 0, "a finished dataset is never prepared again"
         else:
             assert in_child(logs, out) == 0
-        result["killed"][f"{when} rename {kill_at}"] = file_hashes(out)
-    return result
+        assert file_hashes(out) == plain, f"{when} rename {kill_at}"

@@ -75,11 +75,12 @@ def test_fit_names_logs_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
-    result = command("fit", "my *.parquet", "--label", "click", "--no-choice", "--json")
+    told = ("--label", "click", "--no-choice", "--set", "train.epochs=1", "--json")
+    result = command("fit", "my *.parquet", *told)
     prog, *arguments = shlex.split(result["next"])
     assert prog == "hotrow" and command(*arguments, "--json")["rows"] == 300
     pq.write_table(pa.Table.from_pylist(clicks[:100]), "more.parquet")
-    both = command("fit", "my clicks.parquet", "more.parquet", "--label", "click", "--no-choice", "--json")
+    both = command("fit", "my clicks.parquet", "more.parquet", *told)
     assert both["rows"] == "2 files" and "NEW_ROWS" in both["next"]
     splits = PackedDataset.open(Path(both["run_dir"], "data")).info.splits
     assert sum(split.num_rows for split in splits.values()) == 400

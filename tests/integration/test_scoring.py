@@ -471,7 +471,7 @@ def test_a_column_counts_as_told_when_rows_are_scored(tmp_path: Path) -> None:
     logged = pa.table(
         {"item": item.astype(str), "position": position.astype(str), "price": rng.random(n), "click": click}
     )
-    told: dict[str, Any] = {"label": "click", "choice": False, "quiet": True, **OPTIONS}
+    told: dict[str, Any] = {"label": "click", "choice": False, "quiet": True, **OPTIONS, "epochs": 2}
     plain = hotrow.fit(logged, run=tmp_path / "plain", **told)
     run = hotrow.fit(logged, run=tmp_path / "run", at_serving={"position": 1}, **told)
     assert run.metrics == plain.metrics and run.evaluate_rows(logged) == plain.evaluate_rows(logged)

@@ -332,7 +332,8 @@ def test_every_answer_is_of_one_day_while_a_chain_goes_on(
     monkeypatch.setattr(server, "FOLLOW_S", 0.02)
     logs, chain, found, done = tmp_path / "logs", tmp_path / "chain", list[tuple[int, Any]](), threading.Event()
     logs.mkdir()
-    words = ("days", logs, "--out", chain, "--label", "click", "--keep", num_days, "--set", "train.threads=1")
+    words = ("days", logs, "--out", chain, "--label", "click", "--keep", num_days)
+    words += ("--set", "train.threads=1", "--set", "train.max_steps=20")
 
     def go(first: int, last: int) -> None:
         for day in range(first, last):
@@ -341,7 +342,7 @@ def test_every_answer_is_of_one_day_while_a_chain_goes_on(
             assert child.finish().returncode == 0
 
     def ask(client: Client) -> None:
-        while not done.is_set():
+        while not done.wait(0.01):
             found.append(client("POST", "/score", {"user": USER, "items": ITEMS}))
 
     go(0, 1)

@@ -267,20 +267,22 @@ def test_a_model_with_one_output_is_refused(run: hotrow.Run, monkeypatch: pytest
         make_config({"data": ""}).model.check(PackedDataset.open(run.path / "data"))
 
 
-def test_a_run_that_starts_from_another_has_as_many_labels(run: hotrow.Run, tmp_path: Path) -> None:
-    one = parse_schema({**SCHEMA, "label": "click"}, where="test")
-    packed = run_prepare("frame", pa.table(visits(4000)), tmp_path / "data", schema=one).path
-    with pytest.raises(ValueError, match=r"has 1 labels, but .* predicts 2"):
+@looped(
+    ("labels", "reason"),
+    [
+        ("click", r"has 1 labels, but .* predicts 2"),
+        ([ORDERED, "click"], r"predicts click, ordered, '\w+' in another place: .* in that order"),
+        ([{**ORDERED, "name": "paid"}, "click"], r"predicts click, ordered, '\w+' in another place: .* in that order"),
+    ],
+)
+def test_a_run_that_starts_from_another_has_its_labels(
+    run: hotrow.Run, tmp_path: Path, labels: Any, reason: str
+) -> None:
+    """In their order too: what predicted clicks would go on to predict orders."""
+    schema = parse_schema({**SCHEMA, "label": labels}, where="test")
+    packed = run_prepare("frame", pa.table(visits(300)), tmp_path / "data", schema=schema).path
+    with pytest.raises(ValueError, match=reason):
         hotrow.fit(packed, from_run=str(run.path), run=tmp_path / "run", quiet=True)
-
-
-def test_a_run_that_starts_from_another_has_its_labels_in_order(run: hotrow.Run, tmp_path: Path) -> None:
-    """Otherwise what predicted clicks would go on to predict orders."""
-    for name, labels in {"turned": [ORDERED, "click"], "other": [{**ORDERED, "name": "paid"}, "click"]}.items():
-        schema = parse_schema({**SCHEMA, "label": labels}, where="test")
-        packed = run_prepare("frame", pa.table(visits(4000)), tmp_path / name, schema=schema).path
-        with pytest.raises(ValueError, match=r"predicts click, ordered, '\w+' in another place: .* in that order"):
-            hotrow.fit(packed, from_run=str(run.path), run=tmp_path / f"run-{name}", quiet=True)
 
 
 def test_options_for_one_label_are_refused(run: hotrow.Run, tmp_path: Path) -> None:
@@ -298,7 +300,8 @@ def test_labels_that_are_told_make_the_schema_and_choose_together(tmp_path: Path
         ("none", ("none",)), ("click", None), ("order", ("order",)),
     ]  # fmt: skip
     assert parse_schema(yaml.safe_load(render_schema(guess)), where="written").labels == guess.schema().labels
-    run = hotrow.fit(rows, label=["click", "action = order"], time="ts", run=tmp_path / "run", quiet=True, members=1)
+    options = {**SMALL, "refit": True, "members": 1, "batch_size": 256}
+    run = hotrow.fit(rows, label=["click", "action = order"], time="ts", run=tmp_path / "run", **options)
     assert run.record.labels == ["click", "action"] and run.record.choice is not None
     chosen = hotrow.load(tmp_path / "run" / "selection" / run.record.choice.run)
     assert chosen.record.monitor == "loss" == chosen.record.trained_for.loss_figure

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -183,3 +185,15 @@ def _make_batch(
     flat = torch.cat(values).to(id_dtype)
     sample_weights = torch.randn(flat.numel(), generator=g) if weighted else None
     return KeyedJaggedTensor(list(sizes), flat, sample_weights, lengths=lengths.flatten() if jagged else None)
+
+
+def assert_refused(
+    message: str, kernels: Any, arrays: Any, batch: Any, grad: Tensor, algorithm: Algorithm = "sgd", states: Any = ()
+) -> None:
+    """By a lookup, by the gradient of weights, and by an update."""
+    with pytest.raises(ValueError, match=message):
+        kernels.lookup(arrays, batch)
+    with pytest.raises(ValueError, match=message):
+        kernels.weight_gradient(arrays, batch, grad)
+    with pytest.raises(ValueError, match=message):
+        kernels.update(arrays, [*states], [(kernels, batch, grad)], rules(algorithm))

@@ -3,12 +3,11 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 import hotrow
+from forked import start_forked
 from hotrow import api
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
@@ -109,13 +109,17 @@ def test_a_stopped_choice_goes_on_and_labels_of_the_test_change_nothing(
     stopped, with other labels on its test rows."""
     start, begun = several._process, list[list[str]]()
 
-    def process(folders: list[str]) -> "subprocess.Popen[bytes]":
+    def process(folders: list[str]) -> Any:
         begun.append([Path(own).name for own in folders])
         if len(begun) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) if len(begun) == 3 else start(folders)
+        if len(begun) == 4:
+            return start(folders)
+        program = "raise SystemExit(1)" if len(begun) == 3 else "from hotrow.run.several import main; main()"
+        child = children.enter_context(start_forked(program, *folders))
+        return SimpleNamespace(poll=lambda: None if child.is_alive() else 0, kill=child.end, wait=lambda: None)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, ExitStack() as children:
         patch.setattr(several, "usable_cores", lambda: 2)
         patch.setattr(several, "FEW_STEPS", 0)
         patch.setattr(several, "_process", process)
@@ -146,7 +150,8 @@ def test_hours_are_inputs_if_validation_rows_say_so(tmp_path: Path) -> None:
     made = [f"{name} {part}" for name in ("ts", "joined_at") for part in ("hour", "weekday")]
     assert [spec["column"] for spec in clock["categorical"]] == made
     flipped = np.where(np.arange(rows) < rows * 9 // 10, click, ~click)
-    run, other = fit(tmp_path / "a", pa.table(table)), fit(tmp_path / "b", pa.table(table | {"click": flipped}))
+    both = (pa.table(table | {"click": labels}) for labels in (click, flipped))
+    run, other = (fit(tmp_path / f"run-{k}", each, epochs=4) for k, each in enumerate(both))
     tried, record = [*outcomes(run)], run.record.choice
     assert record is not None and "-clock" in record.chosen and outcomes(run) == outcomes(other)
     assert [name for name in tried if name.endswith("clock-full")] == [tried[5]]

@@ -341,7 +341,7 @@ def test_the_hour_on_a_clock_is_that_of_zoneinfo_however_times_are_stored(tmp_pa
             known = packed.vocabulary(f"{name} {part}").lookup(keys)
             np.testing.assert_array_equal(batch.sparse.bags(f"{name} {part}")[0], known, f"{name} {part}")
             assert len({*known.tolist()}) == len({*wanted}), "no two of them share a row"
-    options = {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "batch_size": 64, "epochs": 1}
+    options = {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "batch_size": 64, "epochs": 1, "threads": 1}
     run = hotrow.fit(packed.path, run=tmp_path / "run", quiet=True, **options)
     run.export(tmp_path / "out")
     scorer, served, scores = load_scorer(tmp_path / "out"), Scorer(tmp_path / "out"), run.predict(rows)

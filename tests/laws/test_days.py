@@ -40,7 +40,7 @@ from hotrow.hot.hot_set import tables_of
 from hotrow.inspect.accesses import split_accesses
 from hotrow.run.folder import RunFolder, dataset_of
 from hotrow.setup.shards import hot_prefixes
-from kill_prepare import KILL_PREPARE
+from kill_prepare import check_kills
 from loops import looped
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, stopping, to_table, write_parquet
@@ -330,12 +330,7 @@ def test_stopped_and_continued_moves_no_byte(
 def test_killed_at_any_rename_and_continued_gives_the_same_bytes(
     days: list[Path], logs: list[Path], tmp_path: Path, num_kills: int
 ) -> None:
-    done = run_forked(KILL_PREPARE, logs[1], tmp_path, num_kills, days[0], timeout_s=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert len(result["killed"]) == num_kills and result["renames"] > 20
-    for when, hashes in result["killed"].items():
-        assert hashes == result["plain"], when
+    check_kills(logs[1], tmp_path, num_kills, days[0])
 
 
 def dense_of(dataset: PackedDataset, first: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
+import kernel_cases
 import pytest
 import torch
 from gpu_device import DEVICE, HAS_GPU, assert_agrees, needs_gpu, slow_interpreted, to_device
@@ -210,12 +211,7 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype) -
     weights = to_device(case.weights)
     kernels, arrays = Kernels(case.layout), Arrays(weights)
     message = f"feature 'c', sample 5, position 1: id {bad} is outside its table of 9 rows"
-    with pytest.raises(ValueError, match=message):
-        kernels.lookup(arrays, batch)
-    with pytest.raises(ValueError, match=message):
-        kernels.weight_gradient(arrays, batch, grad)
-    with pytest.raises(ValueError, match=message):
-        kernels.update(arrays, [], [(kernels, batch, grad)], rules("sgd"))
+    kernel_cases.assert_refused(message, kernels, arrays, batch, grad)
     for ours, before in zip(weights, case.weights, strict=True):
         assert torch.equal(ours.cpu(), before)
 
@@ -231,10 +227,7 @@ def test_altered_offsets_missing_features_and_arrays_elsewhere_are_refused() -> 
         Arrays([torch.zeros(4, 6, device="meta")])
     for bad in (-3, 10**9):
         batch.offsets[30] = bad
-        with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.lookup(arrays, batch)
-        with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.update(arrays, [], [(kernels, batch, case.grads[0].to(DEVICE))], rules("sgd"))
+        kernel_cases.assert_refused("offsets have changed", kernels, arrays, batch, case.grads[0].to(DEVICE))
 
 
 def test_signed_zeros_and_infinities() -> None:

@@ -16,6 +16,7 @@ from kernel_cases import (
     SENTINEL,
     Case,
     Guarded,
+    assert_refused,
     assert_same_bits,
     clones,
     every_backend,
@@ -320,12 +321,7 @@ def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, a
     for where in every_backend():
         weights, states = [w.clone() for w in case.weights], case.states(algorithm)
         arrays, state_arrays = ops.Arrays(weights), [ops.Arrays(state) for state in states]
-        with pytest.raises(ValueError, match=message):
-            kernels.lookup(arrays, batch)
-        with pytest.raises(ValueError, match=message):
-            kernels.weight_gradient(arrays, batch, grad)
-        with pytest.raises(ValueError, match=message):
-            kernels.update(arrays, state_arrays, [(kernels, batch, grad)], rules(algorithm))
+        assert_refused(message, kernels, arrays, batch, grad, algorithm, state_arrays)
         for ours, before in zip(chain(weights, *states), chain(case.weights, *case.states(algorithm)), strict=True):
             assert_same_bits(ours, before, where)
 
@@ -340,12 +336,7 @@ def test_altered_offsets_are_refused(bad: str) -> None:
     batch.offsets[30] = {"negative": -3, "past the end": 10**9, "past the next": int(batch.offsets[38])}[bad]
     kernels, arrays = ops.Kernels(case.layout), ops.Arrays(case.weights)
     for _ in every_backend():
-        with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.lookup(arrays, batch)
-        with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.weight_gradient(arrays, batch, case.grads[0])
-        with pytest.raises(ValueError, match="offsets have changed"):
-            kernels.update(arrays, [], [(kernels, batch, case.grads[0])], rules("sgd"))
+        assert_refused("offsets have changed", kernels, arrays, batch, case.grads[0])
 
 
 # Published with Random123 (kat_vectors, "philox4x32 10"): counter, key, output.

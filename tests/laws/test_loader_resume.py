@@ -3,7 +3,6 @@ comes exactly once per epoch; and reading ahead changes nothing."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from hotrow.batch import Batch
 from hotrow.data.packed.loader import Loader, LoaderState, permutation
-from hotrow.data.packed.reader import PackedDataset, Split
+from hotrow.data.packed.reader import Split
 from packed_data import make_rows, write_dataset
 
 NUM_ROWS = 1037  # 4 parts, 11 blocks, the last of 37 rows
@@ -201,13 +200,3 @@ def test_the_random_order_is_pinned() -> None:
     words = np.random.Philox(key=np.array([7, 2], np.uint64), counter=np.array([0, 0, 3, 1], np.uint64)).random_raw(10)
     by_hand = sorted(range(10), key=lambda i: (int(words[i]) >> 4, i))
     assert permutation(10, seed=7, epoch=2, family=1, index=3).tolist() == by_hand == [4, 2, 5, 3, 1, 6, 8, 9, 7, 0]
-
-
-def test_opened_again_the_batches_are_the_same(split: Split, tmp_path: Path) -> None:
-    rows = make_rows(NUM_ROWS)
-    first = write_dataset(tmp_path / "a", rows)
-    again = PackedDataset.open(tmp_path / "a")
-    assert_same(
-        list(Loader(again.split("train"), 100, shuffle_seed=5, window_rows=333)),
-        list(Loader(first.split("train"), 100, shuffle_seed=5, window_rows=333)),
-    )

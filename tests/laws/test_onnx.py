@@ -5,8 +5,6 @@ nor hotrow.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from test_export import SCHEMA, clicks, prepared, scorer_of, train, write_parque
 
 import hotrow
 import mutate
+from forked import run_forked
 from hotrow.cli import tools
 from hotrow.config.load import make_config
 from hotrow.export import dense as dense_file
@@ -140,25 +139,29 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALONE = """
+SCRIPT = """
 import runpy, sys
-for name in ("hotrow", "torch"):
-    sys.modules[name] = None  # importing it is an error
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+ALONE = f"""
+import sys
+for name in ["hotrow", "torch", *sys.modules]:
+    if name.partition(".")[0] in ("hotrow", "torch"):
+        sys.modules[name] = None  # importing it is an error
+{SCRIPT}"""
 
 
 def alone(export: Path, rows: Path) -> list[float]:
     """The scores that examples/onnx/score.py prints where neither hotrow nor torch is."""
-    scores, said = printed(["-c", ALONE, SCORE, export, rows])
+    scores, said = printed(SCORE, export, rows, program=ALONE)
     assert scores, said
     return scores
 
 
-def printed(words: list[Any]) -> tuple[list[float], str]:
-    """The scores that a program prints, and what it says."""
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+def printed(*words: object, program: str = SCRIPT) -> tuple[list[float], str]:
+    """The scores that a script prints, and what it says."""
+    done = run_forked(program, *words)
     return [float(line) for line in done.stdout.split()], done.stderr
 
 
@@ -204,10 +207,10 @@ def test_the_default_model_scores_text_with_statistics(tmp_path: Path) -> None:
     truth = run.predict(tmp_path / "rows.csv")
     for name in ("rows.csv", "rows.jsonl"):
         np.testing.assert_allclose(alone(out, tmp_path / name), truth, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(printed([out / "score.py", tmp_path / name])[0], truth, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(printed(out / "score.py", tmp_path / name)[0], truth, rtol=0, atol=2e-5)
     frame.drop("item").write_csv(tmp_path / "less.csv")
     for script in ([SCORE, out], [out / "score.py"]):
-        scores, said = printed([*script, tmp_path / "less.csv"])
+        scores, said = printed(*script, tmp_path / "less.csv")
         assert not scores and "column 'item' is missing" in said and "Traceback" not in said
 
 

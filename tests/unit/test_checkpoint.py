@@ -91,8 +91,12 @@ def test_loading_goes_into_the_memory_that_is_there(tmp_path: Path) -> None:
 
 
 @looped("dtype", DTYPES)
-@looped("shape", [(), (0,), (7,), (3, 5), (2, 0, 3)])
-def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@looped("shape", [(), (0,), (7,), (13, 5), (2, 0, 3)])
+def test_against_the_safetensors_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Some of them in one piece, and some in several."""
+    monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
     values = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     write_tensors(tmp_path / "f.safetensors", {"odd": torch.arange(3, dtype=torch.uint8), "x": values})
     loaded = load_file(tmp_path / "f.safetensors")
@@ -101,16 +105,6 @@ def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, sha
     back = {"odd": torch.zeros(3, dtype=torch.uint8), "x": torch.ones_like(values)}
     read_tensors(tmp_path / "f.safetensors", back)
     assert torch.equal(back["x"], values)
-
-
-def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.checkpoint_files.CHUNK_BYTES", 40)
-    values = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
-    write_tensors(tmp_path / "f.safetensors", {"x": values})
-    assert torch.equal(load_file(tmp_path / "f.safetensors")["x"], values)
-    back = torch.zeros(13, 3)
-    read_tensors(tmp_path / "f.safetensors", {"x": back})
-    assert torch.equal(back, values)
 
 
 def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +151,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         with pytest.raises(ValueError, match=rf"{name} has crc32 .* it is damaged"):
             load_checkpoint(path, parts)
         assert all(torch.equal(before[k], v) for k, v in tensors_of(parts).items()), "nothing is read before a check"
-    file.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=rf"{name} has {len(whole) - 1} bytes, not {len(whole)}"):
-        load_checkpoint(path, parts)
-    file.unlink()
-    with pytest.raises(ValueError, match=rf"{name} is missing"):
-        load_checkpoint(path, parts)
 
 
 def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path) -> None:

@@ -44,12 +44,6 @@ def test_a_batch_may_be_changed_without_changing_the_next(dataset: PackedDataset
             tensor.fill_(-1)
 
 
-def test_the_last_batch_is_kept_or_dropped(dataset: PackedDataset) -> None:
-    keep = Loader(dataset.split("train"), 100, shuffle_seed=None)
-    assert keep.num_batches == 3
-    assert [len(batch) for batch in keep] == [100, 100, 50]
-
-
 def test_a_state_at_the_very_end_of_an_epoch(dataset: PackedDataset) -> None:
     loader = Loader(dataset.split("train"), 100, shuffle_seed=1, start=LoaderState(0, 3))
     assert list(loader) == []

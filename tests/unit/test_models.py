@@ -83,44 +83,25 @@ def plain_dlrm(model: nn.Module, dense: torch.Tensor, pooled: torch.Tensor) -> t
 
 
 @looped("num_dense", [0, 1, 4])
-@looped("num_features", [1, 5])
-def test_dlrm_against_plain_torch(num_dense: int, num_features: int) -> None:
-    config = DLRMSpec(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6])
+@looped(("num_features", "first_order"), [(1, False), (5, False), (5, True)])
+def test_dlrm_against_plain_torch(num_dense: int, num_features: int, first_order: bool) -> None:
+    config = DLRMSpec(embedding_dim=8, bottom_mlp=[16], top_mlp=[12, 6], first_order=first_order)
     model = built(config, num_dense=num_dense, feature_names=names(num_features), seed=3)
     dense = torch.randn(7, num_dense, generator=seeded(1))
     pooled = torch.randn(7, num_features, 8, generator=seeded(2), requires_grad=True)
     twin = pooled.detach().clone().requires_grad_()
-    logits, expected = model(dense, pooled.reshape(7, -1)), plain_dlrm(model, dense, twin)
+    weights = torch.randn(num_dense, generator=seeded(4)).requires_grad_()
+    expected = plain_dlrm(model, dense, twin)
+    if first_order:
+        model.first_order_I.data.copy_(weights.detach())
+        expected = expected + twin[:, :, 0].sum(1) + dense @ weights
+    logits = model(dense, pooled.reshape(7, -1))
     assert logits.shape == (7,)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     logits.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
-
-
-@looped("num_dense", [0, 1, 4])
-def test_first_order_against_plain_torch(num_dense: int) -> None:
-    options = {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [12, 6]}
-    specs = (DLRMSpec(**options, first_order=first_order) for first_order in (True, False))
-    model, without = (built(spec, num_dense=num_dense, feature_names=names(5), seed=3) for spec in specs)
-    assert model.load_state_dict(without.state_dict(), strict=False).missing_keys == ["first_order_I"]
-    dense = torch.randn(7, num_dense, generator=seeded(1))
-    pooled = torch.randn(7, 5, 8, generator=seeded(2), requires_grad=True)
-    twin = pooled.detach().clone().requires_grad_()
-    weights = torch.randn(num_dense, generator=seeded(4)).requires_grad_()
-    with torch.no_grad():
-        model.first_order_I.copy_(weights)
-    logits = model(dense, pooled.reshape(7, -1))
-    expected = plain_dlrm(model, dense, twin)
-    for f in range(5):
-        expected = expected + twin[:, f, 0]
-    for i in range(num_dense):
-        expected = expected + dense[:, i] * weights[i]
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    logits.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(pooled.grad, twin.grad, rtol=1e-4, atol=1e-4)
-    if num_dense:
+    if first_order and num_dense:
         torch.testing.assert_close(model.first_order_I.grad, weights.grad, rtol=1e-4, atol=1e-4)
 
 

@@ -186,25 +186,11 @@ def test_a_missing_feature_is_named() -> None:
         kernels.lookup(weights, KeyedJaggedTensor(["f", "x"], torch.tensor([0, 1])))
 
 
-def test_ids_that_are_not_rows_are_named() -> None:
-    kernels, weights = ops.Kernels(LAYOUT), ops.Arrays([torch.zeros(5, 4)])
-    batch = KeyedJaggedTensor(["g", "f"], torch.tensor([0, 1, 4, 5]))
-    with pytest.raises(ValueError, match=r"feature 'f', sample 1, position 0: id 5 .* in \[0, 5\)"):
-        kernels.lookup(weights, batch)
-
-
 def test_weight_gradient_of_other_collections_features_is_zero() -> None:
     batch = KeyedJaggedTensor(["x", "f", "g"], torch.tensor([99, 1, 4]), torch.ones(3))
     weights = ops.Arrays([torch.arange(20.0).view(5, 4)])
     grad = ops.Kernels(LAYOUT).weight_gradient(weights, batch, torch.ones(1, 8))
     assert grad.tolist() == [0.0, 4.0 + 5 + 6 + 7, 16.0 + 17 + 18 + 19]
-
-
-def test_dot_interaction_order_of_pairs() -> None:
-    dense = torch.tensor([[1.0, 0.0]])
-    pooled = torch.tensor([[[2.0, 1.0], [3.0, 5.0], [7.0, 11.0]]])
-    pairs = [2, 3, 2 * 3 + 5, 7, 14 + 11, 21 + 55]
-    assert ops.dot_interaction(dense, pooled).tolist() == [[1.0, 0.0, *map(float, pairs)]]
 
 
 @looped(

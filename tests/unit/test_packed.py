@@ -54,19 +54,14 @@ def dataset(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> PackedDatas
 
 
 @looped("append_rows", [1, 77, 100, 300, 5000])
-def test_round_trip(tmp_path: Path, rows: Rows, append_rows: int) -> None:
+def test_round_trip(tmp_path: Path, rows: Rows, dataset: PackedDataset, append_rows: int) -> None:
+    """How rows are appended does not show."""
     write_dataset(tmp_path / "data", rows, append_rows=append_rows)
-    dataset = PackedDataset.open(tmp_path / "data", verify="full")
-    assert dataset.split("train").num_blocks == 11
-    assert [part.num_rows for part in dataset.info.splits["train"].parts] == [300, 300, 300, 137]
-    assert_holds(dataset, "train", rows)
-
-
-def test_how_rows_are_appended_does_not_show(tmp_path: Path, rows: Rows) -> None:
-    folders = [tmp_path / str(append_rows) for append_rows in (1, 77, 5000)]
-    for folder in folders:
-        write_dataset(folder, rows, append_rows=int(folder.name))
-    assert len({folder_bytes(folder) for folder in folders}) == 1
+    found = PackedDataset.open(tmp_path / "data", verify="full")
+    assert found.split("train").num_blocks == 11
+    assert [part.num_rows for part in found.info.splits["train"].parts] == [300, 300, 300, 137]
+    assert_holds(found, "train", rows)
+    assert folder_bytes(found.path) == folder_bytes(dataset.path)
 
 
 def folder_bytes(folder: Path) -> tuple[tuple[str, bytes], ...]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.data import reference
 from hotrow.data.chunk import Keys
 from hotrow.data.native import Counter, hash_keys, merge_runs
 from hotrow.data.packed.vocabulary import Vocabulary, build_vocabulary, open_counts
@@ -101,13 +100,6 @@ def test_lookup_in_memory_mapped_and_by_slices(tmp_path: Path) -> None:
         assert np.sum(parts, axis=0).tolist() == truth
     with pytest.raises(ValueError, match=r"v: keys are of kind 'bytes', this vocabulary holds 'int'"):
         found.lookup(strings([b"x"]))
-
-
-def test_lookup_of_strings_by_slices(tmp_path: Path) -> None:
-    names = [b"%d" % i * (i % 5) for i in range(300)]
-    found = build(tmp_path, strings(names))
-    parts = [found.load_slice(part, 8).lookup(strings(names)) for part in range(8)]
-    assert np.array_equal(np.sum(parts, axis=0), found.lookup(strings(names)))
 
 
 def test_rows_that_stand_for_no_id(tmp_path: Path) -> None:
@@ -266,15 +258,6 @@ def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
     assert counter.num_keys == 10
     counter.add(Keys(np.arange(20)))
     assert counter.num_keys == 20
-
-
-def test_hash_against_python_integers() -> None:
-    """The reference's vectorised hash against arithmetic on Python's integers."""
-    for x in (0, 1, 2**63, 2**64 - 1, 123456789):
-        y = x
-        y = (y ^ y >> 33) * 0xFF51AFD7ED558CCD % 2**64
-        y = (y ^ y >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
-        assert int(reference.fmix64(np.array([x], np.uint64))[0]) == y ^ y >> 33
 
 
 @looped("piece_bytes", [1, 100, 1 << 20])
