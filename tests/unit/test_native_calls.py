@@ -47,7 +47,7 @@ def test_rows_without_columns_are_no_division_by_zero() -> None:
     pending = [(kernels, batch, torch.zeros(9, 0))]
     for parts in (None, (0, 4, 9)):
         batch.parts = parts
-        native.update(1, arrays.native, [], ops._native_lookups(pending), [rule.numbers], 2)
+        native.update(1, arrays.native, [], ops._native_lookups(pending), [rule.numbers], None, 2)
     with pytest.raises(ValueError, match="one or more"):
         state: tuple[Any, ...] = ((0, 0, 0), (1, 1.0, 0, (0, 0, 1, 0), 1, 0), [], native.open_dram_store(4, 1, "t"))
         native.make_caches().add(*state, native.Records([torch.zeros(0, 1)]))
