@@ -1,5 +1,6 @@
-// The fused backward and update of a whole batch; see hotrow/embedding.h. Every occurrence of a row becomes a key, keys
-// are brought into row order, and ranges of rows go to the leaf kernels. Compiled once, for the baseline.
+// The fused backward and update of a whole batch; see hotrow/embedding.h. Unless SGD takes whole tables, occurrences of
+// rows become keys, keys are brought into row order, and ranges of rows go to the leaf kernels. Compiled for the
+// baseline.
 #include <hotrow/cut.h>
 #include <hotrow/embedding.h>
 #include <hotrow/memory.h>
@@ -208,8 +209,7 @@ bool takes_any_order(const TableUpdate& table) {
 
 // Several threads on one table need occurrences divided by row. For SGD one pass over the leading bits is enough,
 // unless one range of rows would then have more than `most_keys` (ids numbered by popularity crowd in the first range):
-// then the result is false, and nothing has moved. Dividing by the low bits takes 1.2 of the time of the sort that
-// follows.
+// then the result is false, and nothing has moved. To divide by the low bits takes 1.2 of the time of sorting such ids.
 bool divide_by_row(TablePlan& plan, int64_t most_keys, int num_threads) {
   const int bits = std::min(plan.row_bits, kLeadingBits), shift = plan.row_shift + plan.row_bits - bits;
   Pass pass(plan, shift, bits, num_threads);

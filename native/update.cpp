@@ -1,4 +1,4 @@
-// Applies an optimizer to sorted occurrences, row by row; contract in hotrow/kernels.h.
+// Applies an optimizer to occurrences, row by row; contract in hotrow/kernels.h.
 #include <hotrow/kernels.h>
 #include <hotrow/storage.h>
 

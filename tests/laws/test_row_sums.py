@@ -219,9 +219,10 @@ def test_update(dim: int, algorithm: Algorithm, dtype: Dtype) -> None:
         check_update(case, [0, 2, 2, 5, 9, 13], algorithm)
 
 
+@looped("dtype", DTYPES)
 @looped("num_rows", [2000, 16_000])
 @looped("algorithm", ["sgd", "row_wise_adagrad"])
-def test_update_of_many_rows(algorithm: Algorithm, num_rows: int) -> None:
+def test_update_of_many_rows(algorithm: Algorithm, num_rows: int, dtype: Dtype) -> None:
     """More rows than are summed at once before they are applied; of 16,000, those that occur once are not sorted."""
-    case = make_case(11, dim=128, num_samples=900, num_rows=num_rows, crowded=True, weighted=True, dtype="float16")
+    case = make_case(11, dim=128, num_samples=900, num_rows=num_rows, crowded=True, weighted=True, dtype=dtype)
     check_update(case, [0, 300, 600, 900], algorithm)

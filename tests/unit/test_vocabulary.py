@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotrow.data import reference
 from hotrow.data.chunk import Keys
 from hotrow.data.native import Counter, hash_keys, merge_runs
 from hotrow.data.packed.vocabulary import Vocabulary, build_vocabulary, open_counts
@@ -285,3 +286,12 @@ def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int, mo
             found |= dict(zip(given, rows.tolist(), strict=True))
         ranked = collections.Counter(values).most_common()  # ties by first appearance
         assert found == {value: row for row, (value, _) in enumerate(ranked, 1)}
+
+
+def test_hash_against_python_integers() -> None:
+    """The reference's vectorised hash against arithmetic on Python's integers."""
+    for x in (0, 1, 2**63, 2**64 - 1, 123456789):
+        y = x
+        y = (y ^ y >> 33) * 0xFF51AFD7ED558CCD % 2**64
+        y = (y ^ y >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
+        assert int(reference.fmix64(np.array([x], np.uint64))[0]) == y ^ y >> 33

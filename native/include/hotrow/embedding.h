@@ -45,9 +45,9 @@ struct TableUpdate {
 // The result of an update; after a failure no row has changed.
 enum class UpdateResult { done, out_of_range, too_large };
 
-// Brings the occurrences of every table into row order (stable), then applies the rule row by row. too_large: a table's
-// row and occurrence numbers do not fit 63 bits together (beyond any memory). in_parts: segments have leaves, all of
-// node 0; a row's gradients are first summed by sum_rows, and the rule is applied to the sum. Throws std::bad_alloc.
+// Applies the rule to every row, its occurrences in order; ids must not change meanwhile. too_large: a table's row and
+// occurrence numbers do not fit 63 bits together (beyond any memory). in_parts: segments have leaves, all of node 0; a
+// row's gradients are first summed by sum_rows, and the rule is applied to the sum. Throws std::bad_alloc.
 UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads, bool in_parts = false);
 
 // The sums of all nodes and tables end to end: node by node, in each table by table.

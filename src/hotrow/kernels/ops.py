@@ -625,8 +625,10 @@ class KernelSet:
 
     def without(self, kernels: Kernels, frozen: frozenset[int]) -> Kernels | None:
         """Returns `kernels` for an update that leaves the `frozen` tables alone; None if it updates no other."""
-        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen) if frozen else ()
-        if not frozen or len(kept) == len(kernels.layout.features):
+        if not frozen:
+            return kernels
+        kept = tuple(feature for feature in kernels.layout.features if feature.table not in frozen)
+        if len(kept) == len(kernels.layout.features):
             return kernels
         if not kept:
             return None

@@ -229,7 +229,10 @@ class Communicator:
         """Sends each rank a number: the bytes of a message or, as a number below 0, those of an error. Returns a
         function that waits for the other ranks' numbers and returns them by rank. number: which exchange this is."""
         mark = (number & 0x7FFFFFFF) << 32 | zlib.crc32(purpose.encode())
-        told = [torch.frombuffer(bytearray(_HEAD.pack(own, mark)), dtype=torch.uint8) for own in numbers]
+        heads_of_all = torch.frombuffer(
+            bytearray(b"".join(_HEAD.pack(own, mark) for own in numbers)), dtype=torch.uint8
+        )
+        told = torch.split(heads_of_all, COUNT_BYTES)  # one memory, which `received` keeps until all are sent
         received = [*told]
         come = self._receive([COUNT_BYTES] * self.size, _HEADS_TAG, received)
         in_flight = [*come, *self._send(told, _HEADS_TAG)]

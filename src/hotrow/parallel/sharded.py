@@ -300,7 +300,9 @@ class Sharded(Placement):
                 lease.release(updated=False)
             raise
         assert lease is not None
-        bags = sparse if batch is None else asked.sparse
+        bags = sparse
+        if batch is not None:  # weights may have changed since they were announced
+            bags = asked.sparse if sparse.weights is None else self._pooled.without(sparse)
         slots = bags.with_values(self._fill(asked, come, firsts)).in_parts(starts)
         ended = (lambda: None) if batch is None else self._pooled.keep(batch, slots)
         own = ShardLease(self._buffers.live, lease, ended)
