@@ -866,6 +866,10 @@ def fail_pooled(comm: Communicator) -> list[Told]:
     emb(again).sum().backward()
     optimizer.step()
     assert rows.shape == (2, 4)
+    changed = KeyedJaggedTensor(FEATURES, ids, weights.clone())
+    emb.placement.announce(changed)
+    changed.weights[0] = 2.0  # of a feature whose rows travel: what the step finds counts
+    assert torch.equal(emb(changed)[0, :1], 2 * emb(again)[0, :1])
     return found
 
 

@@ -232,10 +232,8 @@ class Pooled:
         bags = [served.bags[feature.name] for feature in bundle]
         lengths = torch.cat([own.lengths for own in bags])
         weights = [own.weights for own in bags if own.weights is not None]  # of all, or of none
-        names, values = (
-            [self._configs[f.table].name for f in bundle],
-            _joined_spans(slots, [cut[f.name] for f in bundle]),
-        )
+        names = [self._configs[f.table].name for f in bundle]
+        values = _joined_spans(slots, [cut[f.name] for f in bundle])
         one_hot = bool((lengths == 1).all())
         return KeyedJaggedTensor(
             names, values, torch.cat(weights) if weights else None, lengths=None if one_hot else lengths
