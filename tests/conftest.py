@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its idle threads wait in busy loops, here and in child processes
 # Triton reads this once, when whatever test imports it first does (torch.utils.flop_counter does).
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -76,6 +77,7 @@ def pytest_collection_finish() -> None:
     """What has been imported by now lives until the end: a collection of garbage need not look at it every time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -15,6 +15,7 @@ are taken: few validation rows cannot tell more. If there are times, the best ar
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -139,11 +140,10 @@ def with_validation_rows(selection: Selection, *, quiet: bool) -> tuple[OpenedSo
     def stretched(steps: int) -> int:
         return round(steps * (rows["train"] + rows["val"]) / rows["train"])
 
-    steps = stretched(_last_good_step(own))
-    given = config.train.max_steps
+    whole = config.train.epochs * math.ceil((rows["train"] + rows["val"]) / config.train.batch_size)
     schedule = {name: stretched(steps) for name, steps in config.optimizer.schedule if isinstance(steps, int)}
     changes = {
-        "train.max_steps": steps if given is None else min(steps, given),
+        "train.max_steps": min(stretched(_last_good_step(own)), whole, config.train.max_steps or whole),
         "train.eval_every": None,
         "train.early_stopping": None,
         **{f"optimizer.schedule.{name}": steps for name, steps in schedule.items()},
