@@ -1,6 +1,7 @@
 """How deep a step lies below the calls that lead to it: frames of our own code, `train_step` included."""
 
 import inspect
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def test_from_fit_to_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fou
     (logs := tmp_path / "clicks.csv").write_text("click,user\n" + lines)
     monkeypatch.setattr(sys, "argv", ["hotrow", "fit", str(logs), "--label", "click", "--split", "random"])
     sys.argv += ["--set", f"run={tmp_path}/run", "--set", "train.max_steps=2"]
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)  # else Ctrl-C ends this process in all tests to come
     with pytest.raises(SystemExit, match="0"):
         __main__.main()
     assert (tmp_path / "run" / "selection").is_dir() and len(found) == 4 and max(map(len, found)) <= 9, found
