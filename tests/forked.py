@@ -27,6 +27,7 @@ from benchmarks.rank_runs import CONTEXT
 
 CONTEXT.set_forkserver_preload(
     [
+        "pytest",
         "torch",
         "torch._dynamo",
         "torch.utils.tensorboard",
