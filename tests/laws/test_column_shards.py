@@ -180,7 +180,9 @@ def go_on(comm: Communicator, folder: Path, kept: Kept, first: int, last: int) -
 
 
 @pytest.mark.parametrize("num_turns", [3, pytest.param(6, marks=pytest.mark.slow)])
-def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path, num_turns: int) -> None:
+def test_checkpoints_go_from_one_process_to_any_number_of_ranks(
+    threads: ThreadPool, tmp_path: Path, num_turns: int
+) -> None:
     plain, tiers, folder, number = saved_of(None, Kept()), str(tmp_path / "tiers"), tmp_path / "saved", 0
     hotrow.save_checkpoint(folder / "0", plain.parts)
     turns = [
@@ -188,7 +190,7 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
         (3, Kept(tiers, in_dram=1), 1), (2, Kept(), 1),
     ]  # fmt: skip
     for num_ranks, kept, steps in turns[:num_turns]:
-        pool.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
+        threads.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
         for _ in range(steps):
             step(plain, None, number)
             number += 1
