@@ -361,7 +361,7 @@ os._exit(0)
 @pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_an_apply_that_was_killed_is_made_again(made: Chain, base: Path, tmp_path: Path, num_kills: int) -> None:
     """At any moment, with no more left of it than what the next call removes."""
-    new, out, rng, killed, most_s = files_of(made[0][1]), tmp_path / "new", random.Random(0), 0, 0.5
+    new, out, rng, killed, most_s = files_of(made[0][1]), tmp_path / "new", random.Random(0), 0, 0.1
     while killed < num_kills:
         done = run_forked(KILLED, base, made[1][0], out, delay_s := rng.uniform(0, most_s))
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
