@@ -424,6 +424,7 @@ def test_a_full_disk_is_said_and_the_same_call_ends_it(
 ) -> None:
     """A table that grows from 24 KB to 240 KB, some of whose pages the disk does not hold."""
     disk, resize = small_disk
+    monkeypatch.setattr(deltas, "BYTES_AT_ONCE", 4 * DIM * 200)
     weights = np.arange(60_000, dtype=np.float32).reshape(-1, DIM)
     base = write_whole(disk / "base", {"plain": ({}, weights[:2000])}, 0)
     whole = write_whole(tmp_path / "whole", {"plain": ({}, weights)}, 1)
