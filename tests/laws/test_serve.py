@@ -226,7 +226,7 @@ def test_every_model_scores_requests_as_predict_does(packed: Path, tmp_path: Pat
     config["train"] = {**BASE["train"], "max_steps": 12}
     run = hotrow.load(runs.train(make_config(config), quiet=True).path)
     run.export(tmp_path / "out")
-    rows = rows_of(some(200))
+    rows = rows_of(some(50))
     user = {name: rows[7][name] for name in USERS}
     items = [{name: cell for name, cell in row.items() if name not in USERS} for row in rows]
     columns = {name: [{**item, **user}[name] for item in items] for name in rows[0]}
