@@ -26,14 +26,7 @@ import pytest
 from benchmarks.rank_runs import CONTEXT
 
 CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.utils.tensorboard",
-        "hotrow.run.runs",
-        "hotrow.parallel.launch",
-        "hotrow.days.walk",
-    ]
+    ["pytest", "torch._dynamo", "torch.utils.tensorboard", "hotrow.parallel.launch", "hotrow.days.walk"]
 )
 COMMAND = "from hotrow.__main__ import main; main()"
 NOT_ANOTHER_USER = 77

@@ -32,8 +32,8 @@ from loops import looped
 from prepare_data import file_hashes
 
 N = 1000
-OPTIONS: dict[str, Any] = {"batch_size": 256, "embedding_dim": 2, "top_mlp": [4], "bottom_mlp": [4], "quiet": True}
-OPTIONS |= {"train.early_stopping": None}
+OPTIONS: dict[str, Any] = {"batch_size": 800, "embedding_dim": 2, "top_mlp": [4], "bottom_mlp": [4], "quiet": True}
+OPTIONS |= {"train.early_stopping": None, "train.threads": 1}
 SHORT = ["none", "singles-time", "singles-rows"]
 
 

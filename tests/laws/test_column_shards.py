@@ -23,13 +23,12 @@ from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Sharded, ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.run.checkpoint import verify
-from hotrow.run.checkpoint_files import read_manifest
+from hotrow.run.checkpoint_files import read_manifest, write_tensors
 from hotrow.run.checkpoint_rows import InStep
 from hotrow.tables import Uniform
-from rank_pool import RankPool, rank_pool
 from rank_threads import ThreadPool
 
-MAX_RANKS, MICRO_BATCHES, STEPS = 3, 5, 5
+MICRO_BATCHES = 5
 TABLES = [
     TableConfig(name="wide", num_embeddings=61, embedding_dim=19, feature_names=("a", "b"), dtype="float16"),
     TableConfig(
@@ -100,9 +99,6 @@ def train_shared(comm: Communicator, optimizer: str, depth: int, kept: Kept) -> 
     return train(collection(comm, kept), optimizer, depth, comm)
 
 
-pool = rank_pool(MAX_RANKS)
-
-
 @cache
 def truth_of(optimizer: str) -> dict[str, Any]:
     return train(alone(3, TABLES), optimizer, 0, None)
@@ -114,10 +110,10 @@ def threads() -> ThreadPool:
 
 
 def check(
-    pool: RankPool | ThreadPool, optimizer: str, num_ranks: int, depth: int = 0, kept: Kept | None = None
+    threads: ThreadPool, optimizer: str, num_ranks: int, depth: int = 0, kept: Kept | None = None
 ) -> list[dict[str, Any]]:
     arguments = train_shared, optimizer, depth, kept or Kept()
-    found = pool.run(*arguments, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
+    found = threads.run(*arguments, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
     check_bits(found, truth_of(optimizer))
     return found
 
@@ -179,16 +175,16 @@ def go_on(comm: Communicator, folder: Path, kept: Kept, first: int, last: int) -
     saved.emb.placement.close()
 
 
-@pytest.mark.parametrize("num_turns", [3, pytest.param(6, marks=pytest.mark.slow)])
-def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path, num_turns: int) -> None:
+@pytest.mark.parametrize("last", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_checkpoints_go_from_one_process_to_any_number_of_ranks(threads: ThreadPool, tmp_path: Path, last: int) -> None:
     plain, tiers, folder, number = saved_of(None, Kept()), str(tmp_path / "tiers"), tmp_path / "saved", 0
     hotrow.save_checkpoint(folder / "0", plain.parts)
     turns = [
         (3, Kept(), 1), (2, Kept(tiers), 2), (3, Kept(tiers, seed=7), 2), (3, Kept(tiers, in_dram=0), 1),
         (3, Kept(tiers, in_dram=1), 1), (2, Kept(), 1),
     ]  # fmt: skip
-    for num_ranks, kept, steps in turns[:num_turns]:
-        pool.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
+    for num_ranks, kept, steps in turns[:last]:
+        threads.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
         for _ in range(steps):
             step(plain, None, number)
             number += 1
@@ -221,21 +217,24 @@ def fail_to_save(comm: Communicator, folder: Path, tiers: str) -> Told:
     """What a full disk under the rank that writes whole rows raises; then saves."""
     saved = saved_of(comm, Kept(tiers))
     step(saved, comm, 0)
-
-    def full(path: Path, arrays: dict[str, InStep]) -> None:
-        next(arrays["rows"].pieces())
-        raise OSError("the disk is full")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotrow.run.checkpoint_rows.write_tensors", full)
-        found = told(lambda: hotrow.save_checkpoint(folder / "0", saved.parts))
+    found = told(lambda: hotrow.save_checkpoint(folder / "0", saved.parts))
+    (folder / "freed").touch()
     hotrow.save_checkpoint(folder / "0", saved.parts)
     saved.emb.placement.close()
     return found
 
 
-def test_a_save_that_fails_is_an_error_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
-    found = pool.run(fail_to_save, tmp_path, str(tmp_path / "tiers"), num_ranks=3, micro_batches=MICRO_BATCHES)
+def test_a_save_that_fails_is_an_error_on_all_ranks(
+    threads: ThreadPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, arrays: dict[str, InStep]) -> Any:
+        if (tmp_path / "freed").exists():
+            return write_tensors(path, arrays)
+        next(arrays["rows"].pieces())
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("hotrow.run.checkpoint_rows.write_tensors", write)
+    found = threads.run(fail_to_save, tmp_path, str(tmp_path / "tiers"), num_ranks=3, micro_batches=MICRO_BATCHES)
     assert all("the disk is full" in own.text for own in found)
     plain = saved_of(None, Kept())
     step(plain, None, 0)

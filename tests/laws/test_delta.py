@@ -361,7 +361,7 @@ os._exit(0)
 @pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_an_apply_that_was_killed_is_made_again(made: Chain, base: Path, tmp_path: Path, num_kills: int) -> None:
     """At any moment, with no more left of it than what the next call removes."""
-    new, out, rng, killed, most_s = files_of(made[0][1]), tmp_path / "new", random.Random(0), 0, 0.5
+    new, out, rng, killed, most_s = files_of(made[0][1]), tmp_path / "new", random.Random(0), 0, 0.1
     while killed < num_kills:
         done = run_forked(KILLED, base, made[1][0], out, delay_s := rng.uniform(0, most_s))
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
@@ -424,6 +424,7 @@ def test_a_full_disk_is_said_and_the_same_call_ends_it(
 ) -> None:
     """A table that grows from 24 KB to 240 KB, some of whose pages the disk does not hold."""
     disk, resize = small_disk
+    monkeypatch.setattr(deltas, "BYTES_AT_ONCE", 4 * DIM * 200)
     weights = np.arange(60_000, dtype=np.float32).reshape(-1, DIM)
     base = write_whole(disk / "base", {"plain": ({}, weights[:2000])}, 0)
     whole = write_whole(tmp_path / "whole", {"plain": ({}, weights)}, 1)

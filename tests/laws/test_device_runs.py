@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     "model": {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8]},
     "train": {"batch_size": 16, "max_steps": 6, "eval_every": None, "log_every": 2, "seed": 5, "threads": 1},
 }
-data = planted(rows={"train": 128, "val": 64, "test": 64}, table_rows=(20, 10, 300))
+data = planted(rows={"train": 128, "val": 16, "test": 16}, table_rows=(20, 10, 300))
 
 
 def config(data: Path, run: Path, *changes: str, **memory: Any) -> Any:

@@ -11,8 +11,6 @@ import inspect
 import json
 import math
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -421,16 +419,18 @@ def test_its_own_command_and_readme_work_where_hotrow_is_not(logs: Path, tmp_pat
     run = train(prepared(logs, tmp_path / "packed", suffix="parquet"), tmp_path / "run")
     run.export(tmp_path / "out")
     lines = [
-        "import runpy, sys",
-        "sys.modules['hotrow'] = None  # importing it is an error",
+        "import os, runpy, sys",
+        "for name in ['hotrow', *sys.modules]:",
+        "    if name.startswith('hotrow'): sys.modules[name] = None  # importing it is an error",
+        "os.chdir(sys.argv.pop(1))",
         "sys.argv = sys.argv[1:]",
         "runpy.run_path(sys.argv[0], run_name='__main__')",
         "sys.path.insert(0, '')",
         "print('readme')",
         (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0],
     ]
-    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path / "out" / "score.py"), str(logs / "new.parquet")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path / "out")
+    done = run_forked("\n".join(lines), tmp_path / "out", tmp_path / "out" / "score.py", logs / "new.parquet")
+    assert done.returncode == 0, done.stderr
     printed, _, of_readme = done.stdout.partition("readme\n")
     assert re.match(r"tensor\(\[0\.\d+\]\)\n\{'user': EmbeddingBag\(", of_readme)
     scores = [float(line) for line in printed.split()]

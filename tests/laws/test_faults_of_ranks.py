@@ -167,7 +167,7 @@ def be_silent(comm: Communicator, folder: Path, wait: Callable[[], object]) -> N
 def compute(comm: Communicator, folder: Path) -> None:
     def wait() -> None:
         sys.setswitchinterval(60)
-        until_s = time.monotonic() + 2
+        until_s = time.monotonic() + 1.2
         while time.monotonic() < until_s:
             pass
         sys.setswitchinterval(0.005)

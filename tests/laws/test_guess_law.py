@@ -17,7 +17,7 @@ from hotrow.data.sources.schema import Schema, SplitSpec
 from hotrow.data.sources.split import RandomPlan
 from loops import looped
 
-ROWS = 12_000
+ROWS = 6000
 
 
 def clicks(told: np.ndarray[Any, Any], *, with_time: bool) -> pa.Table:
@@ -27,7 +27,7 @@ def clicks(told: np.ndarray[Any, Any], *, with_time: bool) -> pa.Table:
     tells = 1 * (number > 1000) + (user % 2 == 1) + ((one + other) % 2 == 1) >= 2
     label = np.where(told, tells, rng.random(ROWS) < 0.5)
     # In the order of time but for neighbours, so that a file's end is not simply its newest rows.
-    time = {"ts": 1_700_000_000 + (np.arange(ROWS) + rng.integers(0, 200, ROWS)) * 60} if with_time else {}
+    time = {"ts": 1_700_000_000 + (np.arange(ROWS) + rng.integers(0, 100, ROWS)) * 60} if with_time else {}
     text = np.char.add("user ", user.astype(str))
     return pa.table({"click": label.astype(int), "number": number, "user": text, "one": one, "other": other, **time})
 
@@ -49,13 +49,13 @@ def as_json(table: pa.Table, folder: Path) -> Path:
 
 
 def as_parquet(table: pa.Table, folder: Path) -> Path:
-    pq.write_table(table, folder / "rows.parquet", row_group_size=3000)
+    pq.write_table(table, folder / "rows.parquet", row_group_size=1500)
     return folder / "rows.parquet"
 
 
 def as_files(table: pa.Table, folder: Path) -> Path:
-    for part, first in enumerate((0, 3000, 8000)):
-        pq.write_table(table.slice(first, (3000, 5000, 4000)[part]), folder / f"{part}.parquet", row_group_size=2000)
+    for part, first in enumerate((0, 1500, 4000)):
+        pq.write_table(table.slice(first, (1500, 2500, 2000)[part]), folder / f"{part}.parquet", row_group_size=1000)
     return folder
 
 
@@ -80,7 +80,7 @@ def held_out(table: pa.Table, split: SplitSpec, rows: int = ROWS) -> np.ndarray[
 
 
 def sample_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "SAMPLE_ROWS", 5000)
+    monkeypatch.setattr(sampling, "SAMPLE_ROWS", 2500)
 
 
 RANDOM, BY_TIME = (False, SplitSpec()), (True, SplitSpec())
@@ -137,9 +137,9 @@ def test_rows_beyond_the_first_that_are_prepared_decide_nothing(
 
     def guessed(told: np.ndarray[Any, Any]) -> Schema:
         data = KINDS[kind](clicks(told, with_time=True), tmp_path)
-        return guess_columns(data, label="click", time="ts", split=split, rows=7000).schema()
+        return guess_columns(data, label="click", time="ts", split=split, rows=3500).schema()
 
-    check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split, 7000))
+    check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split, 3500))
 
 
 @pytest.mark.slow_but("click-1-True", "number-1-False", "ts-1-True")

@@ -226,7 +226,7 @@ def test_every_model_scores_requests_as_predict_does(packed: Path, tmp_path: Pat
     config["train"] = {**BASE["train"], "max_steps": 12}
     run = hotrow.load(runs.train(make_config(config), quiet=True).path)
     run.export(tmp_path / "out")
-    rows = rows_of(some(200))
+    rows = rows_of(some(50))
     user = {name: rows[7][name] for name in USERS}
     items = [{name: cell for name, cell in row.items() if name not in USERS} for row in rows]
     columns = {name: [{**item, **user}[name] for item in items] for name in rows[0]}
@@ -786,7 +786,7 @@ def test_what_a_server_may_not_read_is_named_with_a_cure(export: Path, change: s
     assert len(said) == 2 and all(f"/{change}" in line and "chmod" in line and "Errno" not in line for line in said)
 
 
-@pytest.mark.parametrize("num_cases", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_cases", [24, pytest.param(500, marks=pytest.mark.slow)])
 def test_whatever_an_export_says_it_scores_or_is_refused_by_name(export: Path, tmp_path: Path, num_cases: int) -> None:
     """A field of export.json is changed, renamed or removed, and its checksum is made right again, as anybody can."""
     other, rng, rows = tmp_path / "other", random.Random(num_cases), rows_of(some(5))

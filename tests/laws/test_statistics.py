@@ -185,7 +185,7 @@ def folds_by(rows: Rows, split: str, by: str | None) -> list[int] | None:
 @looped(("split", "by"), CASES)
 def test_against_rows_that_are_looked_at_one_by_one(split: str, by: str | None, tmp_path: Path) -> None:
     """Also in chunks and blocks that part rows of one time."""
-    rows = in_bursts(some_rows(500))
+    rows = in_bursts(some_rows(300))
     code_of = codes(rows, split)
     dataset = prepared(rows, tmp_path, split=split, by=by, rows_per_chunk=47)
     wanted = truth(rows, code_of, folds_by(rows, split, by))

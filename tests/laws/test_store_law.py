@@ -209,7 +209,7 @@ def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: i
         mine = np.arange(own, num_rows, num_threads)
         truth, array = np.zeros((num_rows, record_bytes), np.uint8), np.zeros((len(mine), record_bytes), np.uint8)
         try:
-            for _ in range(60):
+            for _ in range(30):
                 chosen = g.choice(mine, 50, replace=False)
                 array[:50] = truth[chosen] = g.integers(0, 256, (50, record_bytes), dtype=np.uint8)
                 store.write(chosen, np.arange(50), [array])
@@ -252,7 +252,7 @@ def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads
     engines = Engines(io="threads", depth=128, num_threads=num_threads, most_waiting_bytes=1 << 20)
     with open_store(rows, kind="block", path=tmp_path / "t", engines=engines) as store:
         written = np.sort(g.choice(num_rows // 2, 2000, replace=False))
-        for step in range(30):
+        for step in range(12):
             some = np.sort(g.choice(written, 200, replace=False))
             truth[some] = step + g.random(200, np.float32)
             array[:200] = truth[some, None]

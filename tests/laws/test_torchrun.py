@@ -175,7 +175,7 @@ def tiers_of(folder: Path, dram: int) -> list[str]:
 @pytest.mark.slow_but("row")
 @pytest.mark.parametrize("owner", ["row", "table"])
 def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path: Path, owner: str) -> None:
-    changes = [*tiers_of(tmp_path, 60_000), f"parallel.sharding={{t2: {owner}}}"]
+    changes = [*tiers_of(tmp_path, 60_000), f"parallel.sharding={{t2: {owner}}}", "train.epochs=1"]
     runs.train(make_config(raw_config(data, tmp_path / "one", [*changes, "memory=dram"])), quiet=True)
     pool.run(trained, raw_config(data, tmp_path / "many", changes), num_ranks=3, micro_batches=3)
     assert RunFolder.open(tmp_path / "many").record.memory is not None, "nothing lay on disk"
@@ -241,7 +241,7 @@ def skipping(comm: Communicator | None, raw: dict[str, Any], steps: list[int]) -
 
 
 def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    changes = ["train.nonfinite=skip", "train.eval_every=null"]
+    changes = ["train.nonfinite=skip", "train.eval_every=null", "train.epochs=1"]
     one, many = (raw_config(data, tmp_path / name, changes) for name in ("one", "many"))
     assert skipping(None, one, [3, 4, 9]) == 3
     assert pool.run(skipping, many, [3, 4, 9], num_ranks=3, micro_batches=3) == [3] * 3
@@ -347,7 +347,7 @@ def test_interrupted_in_a_hot_phase_and_resumed(pool: RankPool, data: Path, tmp_
 
 
 def test_merging_every_few_steps_is_not_exact_and_says_so(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    changes = [*PHASES, "hot.merge_every=3", "optimizer.sparse.name=adagrad"]
+    changes = [*PHASES, "hot.merge_every=3", "optimizer.sparse.name=adagrad", "train.epochs=1"]
     one, exact, many = (tmp_path / name for name in ("one", "exact", "many"))
     runs.train(make_config(raw_config(data, one, changes)), quiet=True)
     runs.train(make_config(raw_config(data, exact, [*changes, "hot.merge_every=1"])), quiet=True)
