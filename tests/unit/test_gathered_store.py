@@ -75,8 +75,8 @@ def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int)
     num_rows, g = 70_000, np.random.default_rng(record_bytes)
     truth = np.zeros((num_rows, record_bytes), np.uint8)
     with open_rows(tmp_path, io, num_rows, record_bytes) as store:
-        for turn in range(60):
-            if turn == 40:
+        for turn in range(40):
+            if turn == 25:
                 before = store.counters()
             rows = np.unique(g.integers(0, num_rows, 5000))
             truth[rows] = g.integers(0, 256, (len(rows), record_bytes), dtype=np.uint8)
