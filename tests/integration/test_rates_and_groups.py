@@ -189,7 +189,7 @@ def test_the_recipe_of_fit_draws_scores_together_that_are_too_sure(tmp_path: Pat
     """A model that has learned its rows by heart; without the map, its test rows are scored worse in the same order."""
     more = {"epochs": 15, "early_stopping": None, "embedding_dim": 16, "optimizer.sparse.lr": 1.0, "dropout": 0.0}
     options: dict[str, Any] = {**OPTIONS, **more, "by": "user", "refit": False}
-    run = hotrow.fit(clicks(1500), label="click", run=tmp_path / "run", **options)
+    run = hotrow.fit(clicks(1200), label="click", run=tmp_path / "run", **options)
     found = run.record.calibration
     assert found is not None and found.method == "slope" and 0 < found.slope < 0.9
     new = clicks(400, seed=7)
@@ -210,7 +210,7 @@ def test_validation_rows_of_one_label_change_nothing_by_the_recipe_of_fit(tmp_pa
     rows = clicks(1000)
     clicked = np.where(np.arange(1000) < 800, rows["click"].to_numpy(), np.arange(1000) >= 900)
     rows = rows.set_column(3, "click", pa.array(clicked)).append_column("ts", pa.array(np.arange(1000)))
-    run = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "run", **OPTIONS)
+    run = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "run", choice=False, **OPTIONS)
     found = run.record.calibration
     assert found is not None and (found.method, found.slope, found.intercept) == ("slope", 1, 0)
     assert found.from_selection and "not_calibrated" not in run.record.warnings
