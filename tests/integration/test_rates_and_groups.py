@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
 from hotrow.config.load import make_config
@@ -73,6 +72,8 @@ def test_gauc_stands_wherever_auc_does(plain: hotrow.Run) -> None:
 
 def test_gauc_of_raw_rows_against_sklearn(plain: hotrow.Run) -> None:
     """A user that training never saw is no group; those whom it saw once or more have rows of their own."""
+    from sklearn.metrics import roc_auc_score
+
     new = clicks(800, seed=5)
     known = {f"u{i}" for i in range(40)}
     new = new.set_column(0, "user", pa.array([user if user in known else "nobody" for user in new["user"].to_pylist()]))
@@ -131,6 +132,8 @@ def test_every_way_to_a_score_gives_the_same(run: hotrow.Run, tmp_path: Path) ->
     near = np.isclose(exported, scores, rtol=0, atol=1e-5)
     assert near.all() or (len(about["calibration"][0]["x"]) and near.mean() > 0.98), "rounding, beside a step"
     judged = run.evaluate_rows(new)
+    from sklearn.metrics import log_loss  # late: ranks import this file too
+
     assert judged["logloss"] == pytest.approx(log_loss(new["click"].to_numpy(), scores.astype(np.float64)), rel=1e-5)
 
 
