@@ -87,8 +87,7 @@ with threads("auto") as used:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
 @pytest.mark.parametrize(("variable", "call", "expected"), [("1", None, 1), ("3", 2, 2)])
 def test_the_users_number_of_threads_is_the_kernels(variable: str | None, call: int | None, expected: int) -> None:
-    """OMP_NUM_THREADS, or torch.set_num_threads: so many threads there are, counted by the system, in one OpenMP
-    runtime (scikit-learn, which other tests import, brings a second one along)."""
+    """OMP_NUM_THREADS, or torch.set_num_threads: so many the system counts, of one OpenMP runtime (not sklearn's)."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if variable is not None:
         environment["OMP_NUM_THREADS"] = variable
