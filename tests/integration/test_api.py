@@ -33,7 +33,7 @@ from loops import looped
 from prepare_data import file_hashes
 from sampled import sampled
 
-OPTIONS = {"batch_size": 64, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS = {"batch_size": 64, "epochs": 3, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 OPTIONS |= {"refit": False}
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_no_second_process_trains_in_a_run(tmp_path: Path) -> None:
-    run = hotrow.fit(clicks(1000), label="click", run=tmp_path / "run", max_steps=2, refit=False, quiet=True)
+    run = hotrow.fit(clicks(1000), label="click", run=tmp_path / "run", max_steps=2, quiet=True, **OPTIONS)
     with RunFolder.open(run.path).claimed(), pytest.raises(ValueError, match="another process trains in"):
         resume(run.path, ["train.max_steps=4"], quiet=True)
     assert resume(run.path, ["train.max_steps=4"], quiet=True).record.steps == 4

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
-from forked import COMMAND, run_python, start_forked
+from forked import COMMAND, start_forked
 from hotrow.cli import app as cli
 from hotrow.cli import tools as verbs
 from hotrow.data.packed.reader import PackedDataset
@@ -64,11 +64,6 @@ def test_from_raw_rows_to_scores(work: Path, command: Any) -> None:
     for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
         assert command("check", artifact, "--json")["ok"]
     assert command("runs", "--clean", result["run_dir"], "--json")["bytes_freed"] >= 0
-
-
-def test_doctor_finds_one_openmp_runtime() -> None:
-    """In a process of its own: scikit-learn, which other tests import, brings a second runtime along."""
-    assert json.loads(run_python("-m", "hotrow", "doctor", "--json").splitlines()[-1])["openmp_shared"] is True
 
 
 def test_fit_names_logs_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:

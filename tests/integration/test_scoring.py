@@ -465,13 +465,13 @@ def test_text_of_integers_is_cast_at_once_unless_a_value_is_odd(monkeypatch: pyt
 def test_a_column_counts_as_told_when_rows_are_scored(tmp_path: Path) -> None:
     """As if all rows had it, wherever they are scored; training and evaluation see what was logged. Clicks fall with
     the position, which says nothing of how good an item is."""
-    rng, n = np.random.default_rng(0), 6000
+    rng, n = np.random.default_rng(0), 2000
     item, position = rng.integers(0, 20, n), rng.integers(1, 11, n)
     click = rng.random(n) < 0.9 * item / 20 / position
     logged = pa.table(
         {"item": item.astype(str), "position": position.astype(str), "price": rng.random(n), "click": click}
     )
-    told: dict[str, Any] = {"label": "click", "choice": False, "quiet": True, **OPTIONS, "epochs": 2}
+    told: dict[str, Any] = {"label": "click", "choice": False, "quiet": True, **OPTIONS, "epochs": 4}
     plain = hotrow.fit(logged, run=tmp_path / "plain", **told)
     run = hotrow.fit(logged, run=tmp_path / "run", at_serving={"position": 1}, **told)
     assert run.metrics == plain.metrics and run.evaluate_rows(logged) == plain.evaluate_rows(logged)

@@ -300,7 +300,7 @@ def test_labels_that_are_told_make_the_schema_and_choose_together(tmp_path: Path
         ("none", ("none",)), ("click", None), ("order", ("order",)),
     ]  # fmt: skip
     assert parse_schema(yaml.safe_load(render_schema(guess)), where="written").labels == guess.schema().labels
-    options = {**SMALL, "refit": True, "members": 1, "batch_size": 256}
+    options = {**SMALL, "refit": True, "members": 1, "batch_size": 256, "epochs": 6}
     run = hotrow.fit(rows, label=["click", "action = order"], time="ts", run=tmp_path / "run", **options)
     assert run.record.labels == ["click", "action"] and run.record.choice is not None
     chosen = hotrow.load(tmp_path / "run" / "selection" / run.record.choice.run)

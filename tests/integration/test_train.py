@@ -307,7 +307,7 @@ def test_a_step_that_is_not_finite_stops_both_sides(
         with pytest.raises(ValueError, match=rf"{found}.* \(step 5, epoch 1, batch 5\); this step changed nothing"):
             train(dataset, tmp_path / "raise", "checkpoint.every=4")
     assert list(list_checkpoints(tmp_path / "raise" / "checkpoints")) == [4]
-    resumed = runs.resume(tmp_path / "raise", ["train.nonfinite=skip"], quiet=True)
+    resumed = runs.resume(tmp_path / "raise", ["train.nonfinite=skip", "train.max_steps=8"], quiet=True)
     assert (resumed.record.status, resumed.record.steps_skipped) == ("finished", 0)
 
     # Two rows in a row and a last one: skipped for both sides, for an optimizer that keeps state on both.

@@ -31,7 +31,7 @@ from loops import looped
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "weighted-small.yaml"
 SMALL = {"embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1, "refit": False, "quiet": True}
-SMALL |= {"epochs": 6}
+SMALL |= {"epochs": 3}
 
 
 def clicks(num_rows: int, seed: int = 0) -> dict[str, Any]:

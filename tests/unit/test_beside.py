@@ -65,11 +65,11 @@ def test_against_the_process_memory(
 ) -> None:
     """The sum is no less than what a process takes, and of its size: with a large batch, most is not the fixed part."""
     data = make_dataset(
-        tmp_path / "data", rows={"train": 16_384, "val": 4096, "test": 64}, table_rows=(50,) * 20, rows_per_block=8192
+        tmp_path / "data", rows={"train": 8192, "val": 4096, "test": 64}, table_rows=(50,) * 20, rows_per_block=8192
     )
     model = {"embedding_dim": 64, "bottom_mlp": [256], "top_mlp": [256]}
-    train = {"batch_size": batch_size, "max_steps": 4}
-    config = write(tmp_path, data, model=model, train=train, checkpoint={"every": 2})
+    train = {"batch_size": batch_size, "max_steps": 2}
+    config = write(tmp_path, data, model=model, train=train, checkpoint={"every": 1})
     done = subprocess.run([sys.executable, "-c", TRAINED, config], capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)
     taken = facts["peak"] - facts["before"]

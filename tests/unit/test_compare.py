@@ -56,7 +56,7 @@ def test_errors_against_the_bootstrap(name: str, weights: Floats | None) -> None
             return float(other - one)
 
         rows = np.arange(len(labels))
-        truth = bootstrap((rows,), difference, n_resamples=800, vectorized=False, method="basic", rng=1)
+        truth = bootstrap((rows,), difference, n_resamples=400, vectorized=False, method="basic", rng=1)
         assert found[measure]["error"] == pytest.approx(truth.standard_error, rel=0.12), measure
         assert found[measure]["difference"] == pytest.approx(difference(rows)), measure
 
@@ -75,7 +75,7 @@ def test_influences_give_the_error_of_a_single_figure(name: str, weights: Floats
             own = None if weights is None else weights[rows]
             return float(objective.measured(outputs[rows], labels[rows], own)[measure])
 
-        truth = bootstrap((np.arange(600),), figure, n_resamples=800, vectorized=False, method="basic", rng=1)
+        truth = bootstrap((np.arange(600),), figure, n_resamples=400, vectorized=False, method="basic", rng=1)
         assert influence.std() / math.sqrt(600) == pytest.approx(truth.standard_error, rel=0.12), measure
         assert influence.mean() == pytest.approx(0, abs=1e-9), measure
 
@@ -95,7 +95,7 @@ def test_the_error_of_gauc_is_that_over_groups(weights: Floats | None) -> None:
         one, other = (group_auc(outputs[at], labels[at], anew, own)[0] for outputs in (first, second))
         return other - one
 
-    truth = bootstrap((np.arange(90),), difference, n_resamples=800, vectorized=False, method="basic", rng=1)
+    truth = bootstrap((np.arange(90),), difference, n_resamples=400, vectorized=False, method="basic", rng=1)
     assert found["error"] == pytest.approx(truth.standard_error, rel=0.12)
     assert found["difference"] == pytest.approx(difference(np.arange(90)))
 

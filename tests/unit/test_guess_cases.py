@@ -15,7 +15,7 @@ from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.schema import load_schema
 from loops import looped
 
-N = 20_000
+N = 12_000
 START = datetime.datetime(2024, 3, 1)
 
 
@@ -33,7 +33,7 @@ def roles(guess: SchemaGuess) -> dict[str, set[str]]:
 def installs(rate: float = 0.004) -> pa.Table:
     """Clicks on ads, few of them followed by an install: one id tells nearly all, and that is what it is for."""
     rng = np.random.default_rng(0)
-    num_rows = 60_000
+    num_rows = 40_000
     app, os, channel = (rng.zipf(a, num_rows) % count for a, count in ((1.3, 161), (1.5, 130), (1.2, 160)))
     effects = [np.random.default_rng(i).normal(0, s, 200) for i, s in enumerate((3.2, 0.9, 1.4))]
     effects[0][:12] = -6

@@ -110,12 +110,8 @@ print(tries)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
-@pytest.mark.parametrize(
-    ("script", "environment"),
-    [(DISTINCT_ROWS, {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1"}), (PACKED_WEIGHTS, {})],
-    ids=["distinct_rows", "packed_weights"],
-)
-def test_without_memory_a_call_raises_and_leaves_nothing_half_made(script: str, environment: dict[str, str]) -> None:
+def test_without_memory_a_call_raises_and_leaves_nothing_half_made() -> None:
     """Counters and lists of a sort are made on the threads; a bad_alloc that left one would end the process."""
-    said = run_python("-c", NO_MEMORY + script, env={**environment, "OMP_WAIT_POLICY": "passive"}, timeout=60)
-    assert int(said) > 5
+    environment = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1", "OMP_WAIT_POLICY": "passive"}
+    said = run_python("-c", NO_MEMORY + PACKED_WEIGHTS + DISTINCT_ROWS, env=environment, timeout=60)
+    assert min(map(int, said.split())) > 5

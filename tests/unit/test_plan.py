@@ -160,9 +160,9 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
     counts = zipf_counts(num_rows, 1.05, lookups)
     use = TableUse(TableDemand("t", num_rows, 64), counts, num_steps=1)
     rng, cache, hits, rows = np.random.default_rng(0), OrderedDict[int, None](), 0, 0
-    for step in range(1500):
+    for step in range(1000):
         batch = np.flatnonzero(np.bincount(rng.choice(num_rows, rng.poisson(lookups), p=counts / lookups)))
-        if step >= 500:
+        if step >= 300:
             hits, rows = hits + sum(row < pinned or row in cache for row in batch.tolist()), rows + len(batch)
         for row in batch[batch >= pinned].tolist():
             cache[row] = None

@@ -1,5 +1,6 @@
 """The sample that columns are guessed from: rows from all over every file, in bounded bytes, whole records only."""
 
+import functools
 import gzip
 import json
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from hotrow.data.sources.schema import CsvSpec
 from hotrow.data.sources.tabular import TextReader
 from loops import looped
 
-ROWS = 60_000
+ROWS = 40_000
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "SAMPLE_ROWS", 4000)
 
 
+@functools.cache
 def late(num_rows: int = ROWS, first: int = 20_000) -> pa.Table:
     """A column that is empty before row `first` and informative from there on; the file is sorted by `group`."""
     rng = np.random.default_rng(0)
@@ -90,7 +92,7 @@ def test_a_column_that_fills_late_is_one(suffix: str, tmp_path: Path, few_rows: 
         data = tmp_path / f"rows.{suffix}"
     guess = guess_columns(data, label="click")
     assert {"new", "user", "group"} == {g.column for g in guess.of("categorical")}
-    assert "rows from all over" in guess.origin and "all 60,000" not in guess.origin
+    assert "rows from all over" in guess.origin and "all 40,000" not in guess.origin
     rows = sample_of(data).rows
     assert 2000 <= len(rows) <= 4000
     assert len(rows["group"].unique()) >= 15, "the file is sorted: most groups lie after the first rows"
@@ -111,7 +113,7 @@ def test_rows_have_their_numbers_in_the_table(suffix: str, num_files: int, tmp_p
     table = late().append_column("number", pa.array(range(ROWS)))
     data: object = table
     if suffix != "frame":
-        sizes = [ROWS] if num_files == 1 else [500, 40_000, ROWS - 40_500]
+        sizes = [ROWS] if num_files == 1 else [500, 25_000, ROWS - 25_500]
         for part, size in enumerate(sizes):
             FORMATS[suffix](table.slice(sum(sizes[:part]), size), tmp_path / f"{part}.{suffix}")
             if suffix == "csv":

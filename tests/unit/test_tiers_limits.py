@@ -477,7 +477,7 @@ def resident_bytes(array: torch.Tensor, first: int) -> int:
 @pytest.mark.parametrize("in_flight", [0, 9000])
 def test_the_slots_of_a_large_piece_are_given_back(folder: Path, in_flight: int) -> None:
     """Also while a batch lies beside the cache, whose rows stay what they are."""
-    num_rows, dim = 200_000, 64
+    num_rows, dim = 140_000, 64
     table = TableConfig(name="a", num_embeddings=num_rows, embedding_dim=dim, feature_names=("a",))
     emb = EmbeddingCollection([table], memory=Memory(dram="2MiB", ssd=folder, force=True), seed=5)
     tiers = emb.placement

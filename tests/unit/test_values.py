@@ -300,7 +300,7 @@ def test_labels_of_plain_meaning(pair: str, label: str | None, tmp_path: Path) -
     no, yes = pair.split()
     for rare in (1, 0):
         want = [int((i % 10 == 0) == bool(rare)) for i in range(N)]
-        path = write(tmp_path / f"{rare}.csv", logs(click=[yes if value else no for value in want]))
+        path = write(tmp_path / f"{rare}.csv", logs(click=[yes if value else no for value in want], ts=["7"] * N))
         schema = guess_columns(path, label=label).schema()
         assert schema.label.column == "click"
         assert read(ColumnsSource(path, schema))["label"] == want
