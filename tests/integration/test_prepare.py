@@ -417,9 +417,7 @@ def test_a_disk_that_is_full_at_any_write_names_the_file_and_what_is_kept(
         """Takes the room back that counts needed for a moment, or else it might do for all parts."""
         nonlocal kib
         monkeypatch.setattr(packed_writer._PartWriter, "__init__", start)
-        stat = os.statvfs(disk)
-        kib = (stat.f_blocks - stat.f_bfree) * stat.f_frsize // 1024
-        resize(kib)
+        resize(kib := shutil.disk_usage(disk).used // 1024)
         start(*arguments)
 
     monkeypatch.setattr(packed_writer._PartWriter, "__init__", squeeze)

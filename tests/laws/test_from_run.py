@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics
 import torch
 
 import hotrow
@@ -174,6 +173,8 @@ def test_ftrl_starts_from_the_weights_of_another_optimizer(trained: Trained, dat
 
 
 def test_each_tenth_of_new_rows_is_scored(trained: Trained, other: Path, tmp_path: Path) -> None:
+    import sklearn.metrics  # late: ranks import this file
+
     parent = trained()
     run = hotrow.load(runs.train(config(other, tmp_path / "run", f"from_run={parent}", "train.max_steps=1")).path)
     loaded = hotrow.load(parent)

@@ -30,8 +30,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 IdEncoding = Literal["int", "uint64", "hex", "bytes"]
-"""How ids are held: int64; uint64 in the bits of an int64; int64 that text writes in hex digits, as Criteo's files do;
-UTF-8 text."""
+"""How ids are held: int64; uint64 in an int64's bits; int64 from hex digits, as in Criteo's files; UTF-8 text."""
 Column: TypeAlias = "pa.Array | list[Any]"
 Mask: TypeAlias = NDArray[np.bool_]
 LabelRule: TypeAlias = Any
@@ -691,8 +690,7 @@ def _is_one_of(array: pa.Array, spec: LabelRule, name: str, values: Sequence[str
 
 
 class TimeReader(NamedTuple):
-    """How text times of a column are read; decided once from the first rows, so that every chunk is read the same
-    way."""
+    """How text times of a column are read, decided once from the first rows, so that all chunks are read alike."""
 
     target: pa.DataType | None = None
     format: str | None = None
@@ -706,7 +704,9 @@ class TimeReader(NamedTuple):
         sample = pc.utf8_trim_whitespace(sample)
         # Most of the values decide: a bad first value must not make good ones bad.
         targets = (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
-        counts = [len(sample) - cast_each(sample, target).null_count for target in targets]
+        counts = list[int]()
+        while len(sample) not in counts and len(counts) < len(targets):
+            counts.append(len(sample) - cast_each(sample, targets[len(counts)]).null_count)
         return TimeReader(targets[counts.index(max(counts))] if max(counts) else pa.timestamp("us"))
 
     def __call__(self, array: pa.Array, column: str) -> tuple[NDArray[np.int64], Fault | None]:

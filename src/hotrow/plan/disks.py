@@ -155,9 +155,9 @@ class _File:
 
 
 def measured(folders: Sequence[Path]) -> dict[str, Any]:
-    """The figures of memory and of each folder's disk; none, without measuring, if no folder is named."""
+    """The figures of each folder's disk and, then, of memory; none, without measuring, if no folder is named."""
     if not folders:
         return {}
     if (reason := ops.backend().reason) is not None:
         raise ValueError(f"hotrow doctor FOLDER measures the native kernels and stores, but {reason}")
-    return {"memory": measure_memory(), "disks": {str(folder): measure_disk(folder) for folder in folders}}
+    return {"disks": {str(folder): measure_disk(folder) for folder in folders}, "memory": measure_memory()}

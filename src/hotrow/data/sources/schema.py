@@ -41,6 +41,7 @@ DEFAULT = "default"
 """In `tables`, the name for all tables that are not named."""
 
 _LAG_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_zones = lru_cache(available_timezones)  # a call walks through a folder of some hundred files
 
 
 class _Strict(BaseModel):
@@ -146,8 +147,7 @@ class CategoricalSpec(_Column):
     """int: reads text ids as 64-bit integers, which is faster; "007" and "7.0" become 7. text: reads numbers as their
     decimal text. If None, ids are as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
-    """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS. If None, the column holds
-    lists."""
+    """Text that separates ids of a multi_hot or sequence feature, or JSON_LISTS. If None, the column holds lists."""
     buckets: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None = None
     """Rising numbers that cut a column of numbers into buckets. A bucket's id is how many of these numbers are at most
     the value. If None, the values are the ids."""
@@ -193,8 +193,8 @@ class ComputedSpec(BaseModel):
     def transform(self, name: str) -> Transform:
         """Returns the transform `name` with these options. Raises ValueError if it does not take them."""
         made = Transform(name, self.model_extra or {})
-        if (zone := made.options.get("zone")) not in (None, WRITTEN) and zone not in available_timezones():
-            near = nearest(zone, sorted(available_timezones()))
+        if (zone := made.options.get("zone")) not in (None, WRITTEN) and zone not in _zones():
+            near = nearest(zone, sorted(_zones()))
             raise ValueError(f"{name}.zone is {zone!r}{near}; it is {WRITTEN}, or a time zone such as Europe/Berlin")
         missing = made.num_columns - len(self.inputs)
         if missing > 0 or (missing < 0 and not made.takes_more) or (self.column is not None and self.columns):
