@@ -15,7 +15,7 @@ CORE := $(if $(filter 0,$(NATIVE)),$(or $(wildcard $(VENV)/.core-1),$(VENV)/.cor
 PYTEST := $(BIN)/python -m pytest
 # Test files run in parallel and share the cores, so threads that wait sleep. ARGS='-n 0' runs them one after another.
 # Compiled modules are kept, also where the caller's environment says otherwise: tests start dozens of interpreters.
-SIDE_BY_SIDE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PYTEST) -n auto --dist worksteal
+SIDE_BY_SIDE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
 ISA_TESTS := tests/laws/test_kernels.py tests/laws/test_kernels_truth.py tests/laws/test_dense.py tests/laws/test_resume.py
 # Tools are run through Python: if .venv sees the caller's packages, their scripts are in the caller's bin.
 RUFF := $(BIN)/python -m ruff

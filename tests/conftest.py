@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its idle threads wait in busy loops, here and in child processes
 # Triton reads this once, when whatever test imports it first does (torch.utils.flop_counter does).
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

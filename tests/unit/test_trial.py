@@ -311,7 +311,7 @@ def test_gathering_rows_is_spread_over_the_steps_between(
 
 
 def on_a_rank(comm: Communicator, path: Path) -> tuple[bool, list[tuple[str, int]], dict[str, str]]:
-    trial.ENOUGH_S, setup = 0.2, decided(path, comm=comm)  # ranks agree when it is enough
+    trial.ENOUGH_S, setup = 0.2, decided(path, comm=comm)  # seconds of trying; 2 by default
     found = trial.trial(setup, steps=4, comm=comm).steps
     return setup.in_tiers, [(own.kind, own.num_steps) for own in found], decision_of(setup).owners
 
